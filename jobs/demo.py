@@ -128,7 +128,7 @@ def ingest(scenes: Any, data: Path) -> str:
         if not table.exists():
             port_file.write_text(base.rpartition(":")[2])
             click.echo(f"  {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web")
-            write_url_table(scenes, base, table, processes=2)
+            write_url_table(scenes, base, table)
         given = {"output": str(shards), "source": {"table": str(table)}}
         with download_progress() as show:
             config = parse(DownloadConfig, merge(read_yaml(INGESTION), given))

@@ -14,10 +14,6 @@ from pipeline.cores import usable_cores
 
 FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
-LEAST_STEPS = 200
-"""Steps of a fine-tune on few pairs: fewer teach nothing at its learning rate."""
-EQUAL_SHARE = 20
-"""Equal captions are mentioned if they are more than one in so many."""
 RECIPES_BATCH = 256
 """`batch_size` of the recipes `own` and `finetune`."""
 
@@ -59,16 +55,7 @@ RECIPES_BATCH = 256
 @click.option("--size", type=click.IntRange(min=16), help="Downscale larger images to this shorter side, in pixels.")
 @click.option("--shard-size", type=click.IntRange(min=1), help="Rows per shard [1/32 of all, between 100 and 10,000].")
 @click.option("--processes", type=click.IntRange(min=1), help="Number of converting processes [one per core].")
-def command(
-    source: str,
-    output: Path,
-    captions: str,
-    header: str | None,
-    size: int | None,
-    shard_size: int | None,
-    processes: int | None,
-    **named: Any,
-) -> None:
+def command(source: str, output: Path, captions: str, header: str | None, processes: int | None, **named: Any) -> None:
     """Convert SOURCE to shards with a manifest; then train with data.sources=OUTPUT.
 
     SOURCE is a CSV, TSV, JSONL or JSON table of image files, or a folder with one; a folder of images with .txt or
@@ -78,24 +65,17 @@ def command(
 
     After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
-    from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
-    from data_prep.pairs.pair import SourceOptions
+    from data_prep.pairs.make_shards import DROPPED_NAME, make_shards
+    from data_prep.pairs.pair import PairOptions
     from jobs.download import progress_bar
     from pipeline.pictures import UNSUPPORTED
 
     columns = tuple(name.strip() for name in header.split(",")) if header else ()
+    one = "one" if captions == "one" else None
     # The other options have the names of its fields.
-    options = SourceOptions(captions="one" if captions == "one" else None, header=columns, **named)
-    config = PairsConfig(
-        source,
-        output,
-        options=options,
-        size=size,
-        shard_size=shard_size,
-        processes=processes or usable_cores(),
-    )
+    options = PairOptions(captions=one, header=columns, processes=processes or usable_cores(), **named)
     with progress_bar("rows") as show:
-        outcome = make_shards(config, on_rows=show, on_note=click.echo)
+        outcome = make_shards(source, output, options, on_rows=show, on_note=click.echo)
     manifest = outcome.manifest
     megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
     if not outcome.converted:
@@ -131,7 +111,7 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
     """What in captions and images may be other than the user expects."""
     captions, distinct, long = (counts[name] for name in ("captions", "distinct_captions", "long_captions"))
     click.echo(f"Captions: {captions:,}, of which {distinct:,} are distinct.")
-    if (equal := captions - distinct) * EQUAL_SHARE > captions:
+    if (equal := captions - distinct) > captions / 20:
         click.echo(
             f"  {equal / captions:.0%} repeat another: in a batch, equal captions are each other's negatives, which "
             "objective.mask_equal=true leaves out."
@@ -147,12 +127,11 @@ def _show_counts(counts: Mapping[str, int], samples: int) -> None:
 
 def small_batch(samples: int) -> str:
     """Settings for a set of which the recipes' batches would leave much out of every epoch, or which fills none; with
-    as many epochs as make `LEAST_STEPS`."""
+    as many epochs as make 200 steps: fewer teach nothing at the learning rate of a fine-tune."""
     batch = max(2, 2 ** ((samples // 6).bit_length() - 1))
     if batch >= RECIPES_BATCH:
         return ""
-    epochs = -(-LEAST_STEPS // max(1, samples // batch))
-    return f" batch_size={batch} epochs={epochs}"
+    return f" batch_size={batch} epochs={-(-200 // max(1, samples // batch))}"
 
 
 if __name__ == "__main__":

@@ -132,16 +132,15 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
     Returns:
         For each corpus, the folder of its `shards` and its `suite`.
     """
-    from data_prep.scenes.scene import FaultRates, ScenesConfig
+    from data_prep.scenes.scene import ScenesConfig
     from jobs.demo import ingest, make_suite
     from jobs.studies.declare import load_size
 
-    healthy = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
     folders = {name: place / "data" / name for name in sorted(names)}
     for name, folder in folders.items():
         corpus = load_size(size).corpora[name]
         held_out = {"held_out": corpus.held_out, "retrieval_pairs": corpus.held_out}
-        scenes = ScenesConfig(pairs=corpus.pairs, image_size=corpus.image_size, faults=healthy, **held_out)
+        scenes = ScenesConfig(pairs=corpus.pairs, image_size=corpus.image_size, faults=(), **held_out)
         with file_lock(folder / "lock"):  # the tasks of a job array start at the same time
             ingest(scenes, folder)
             make_suite(scenes, folder / "suite")

@@ -4,25 +4,50 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from data_prep.dataset import canonical_tar
-from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, make_shards
+from data_prep.pairs.pair import PairOptions
+from jobs.pairs import command
 from pipeline.data.shards.manifest_format import load_manifest
 from tests.images import encoded
+from tests.shards import write_members
 
 
 def picture(number: int, *, size: tuple[int, int] = (40, 30), kind: str = "JPEG", **options: Any) -> bytes:
     pixels = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     return encoded(Image.fromarray(pixels), kind, **options)
+
+
+NAMES = [f"{k:03d}.jpg" for k in range(4)]
+PICTURES = {name: picture(k) for k, name in enumerate(NAMES)}
+
+
+def tree(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def parquet(table: Any = None, *, options: Any = None, **columns: Any) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table or pa.table(columns), file, **(options or {}))
+    return file.getvalue()
+
+
+def tar(members: Iterable[tuple[str, bytes]], **options: Any) -> bytes:
+    write_members(file := io.BytesIO(), members, **options)
+    return file.getvalue()
 
 
 def write_images(folder: Path, count: int) -> list[str]:
@@ -45,22 +70,21 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]], *, delimiter: str = ","
     return path
 
 
-def options_of(**options: Any) -> SourceOptions:
+def make(source: Path | str, output: Path, *, notes: list[str] | None = None, **options: Any) -> Conversion:
+    """Convert in shards of four rows; a list as `notes` gets the notes."""
     caption = options.pop("caption", ())
-    return SourceOptions(caption=(caption,) if isinstance(caption, str) else caption, **options)
+    caption = (caption,) if isinstance(caption, str) else caption
+    named = PairOptions(caption=caption, **{"shard_size": 4, **options})
+    return make_shards(str(source), output, named, on_note=[].append if notes is None else notes.append)
 
 
-def convert_all(source: Path | str, output: Path, **options: Any) -> Conversion:
-    named = {name: options.pop(name) for name in ("processes", "shard_size", "size") if name in options}
-    config = PairsConfig(str(source), output, options=options_of(**options), **{"shard_size": 4, **named})
-    return make_shards(config)
-
-
-def make(source: Path | str, output: Path, **options: Any) -> Conversion:
-    """Convert with `image` as the name of the image column; a list as `notes` gets the notes."""
-    notes = options.pop("notes", [])
-    config = PairsConfig(str(source), output, options=options_of(**options), shard_size=4)
-    return make_shards(config, on_note=notes.append)
+def run(source: Path, output: Path, *options: str) -> str:
+    """What the command prints, in this process."""
+    arguments = [str(source), "--output", str(output), "--processes", "1", *options]
+    done = CliRunner().invoke(command, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
 
 
 def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from data_prep.pairs.listing import PairRow, PairSource
-from data_prep.pairs.pair import NOT_UTF8, SourceOptions, choose_columns, not_utf8, read_image
+from data_prep.pairs.pair import NOT_UTF8, PairOptions, choose_columns, not_utf8, read_image
 from data_prep.pairs.pair_tables import Columns
 from pipeline.errors import UserError, in_a_line
 
 _BATCH = 64  # rows with images in memory at a time
+_CHECKED = ParquetFragmentScanOptions(page_checksum_verification=True)
 
 
 def _read(files: tuple[tuple[str, ...], ...], column: str, row: PairRow) -> bytes:
@@ -25,13 +26,13 @@ def _read(files: tuple[tuple[str, ...], ...], column: str, row: PairRow) -> byte
     if not row.at:
         return read_image(row)
     number, index = row.at
-    table = _arrow(files[number]).with_format("arrow")[index : index + 1].select([column])
+    table = _opened(files[number]).with_format("arrow")[index : index + 1].select([column])
     value = _checked(table, files[number][0])[column][0].as_py()
     return bytes(value["bytes"] if isinstance(value, Mapping) else value)
 
 
 @functools.lru_cache(maxsize=4)
-def _arrow(files: tuple[str, ...]) -> Any:
+def _opened(files: tuple[str, ...]) -> Any:
     from datasets import Dataset, concatenate_datasets
 
     return concatenate_datasets([Dataset.from_file(file) for file in files])
@@ -65,12 +66,10 @@ def _source(about: Mapping[str, Any], columns: Columns, sets: list[tuple[str, Pa
                         yield PairRow(place, problem=NOT_UTF8, detail=not_utf8(error))
 
     files = tuple(tuple(file["filename"] for file in data.cache_files) for _, _, data in sets)
-    about = {**about, "image": columns.image, "caption": list(columns.captions)}
-    read = functools.partial(_read, files, columns.image)
-    return PairSource(about, rows(), columns.folder, read, notes=(columns.description,))
+    return columns.source(about, rows(), functools.partial(_read, files, columns.image))
 
 
-def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: Path) -> PairSource:
+def open_parquet(path: Path, files: list[Path], options: PairOptions, cache: Path) -> PairSource:
     """Parquet files in the order of their names; `datasets` copies the two columns into `cache` as Arrow files.
 
     Raises:
@@ -82,19 +81,20 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
     image, captions = columns_of(files[0], options)
     root, sets = path if path.is_dir() else path.parent, []
     for number, file in enumerate(files):
-        if missing := [name for name in (image, *captions) if name not in _opened(file).schema_arrow.names]:
+        about = _parquet(file)
+        if missing := [name for name in (image, *captions) if name not in about.schema_arrow.names]:
             raise UserError(
                 f"{file} lacks columns of {files[0]}: {', '.join(missing)}. A folder must hold one data set; name one "
                 "file, or one split's subfolder."
             )
-        if not _opened(file).metadata.num_rows:  # as Spark writes for empty parts; `datasets` would call it damaged
+        if not about.metadata.num_rows:  # as Spark writes for empty parts; `datasets` would call it damaged
             continue
         try:
             data = Dataset.from_parquet(
                 str(file),
                 cache_dir=str(cache / str(number)),
                 columns=[image, *captions],
-                fragment_scan_options=ParquetFragmentScanOptions(page_checksum_verification=True),
+                fragment_scan_options=_CHECKED,
             )
         except Exception as error:  # `datasets` wraps those of pyarrow
             raise UserError(f"{file} is damaged ({in_a_line(error.__cause__ or error)}): fetch it again.") from error
@@ -102,14 +102,14 @@ def open_parquet(path: Path, files: list[Path], options: SourceOptions, cache: P
     return _source({"kind": "parquet"}, Columns(image, captions, root, options), sets)
 
 
-def columns_of(file: Path, options: SourceOptions) -> tuple[str, tuple[str, ...]]:
+def columns_of(file: Path, options: PairOptions) -> tuple[str, tuple[str, ...]]:
     """The columns of image and captions of a parquet file; refuses one that cannot be read, or has none."""
-    schema = _opened(file).schema_arrow
-    texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
+    schema = _parquet(file).schema_arrow
+    texts = [field.name for field in schema if _is_text(field.type)]
     return choose_columns(schema.names, options, where=str(file), texts=texts)
 
 
-def _opened(file: Path) -> Any:
+def _parquet(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
@@ -117,41 +117,35 @@ def _opened(file: Path) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a type can hold captions: texts, or lists of texts or mappings."""
+    """Whether a type can hold captions: texts or mappings, or lists of them."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.types.is_struct(kind.value_type) or _is_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
+        return _is_text(kind.value_type)
+    return any(is_kind(kind) for is_kind in (
+        pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary, pa.types.is_struct))  # fmt: skip
 
 
-def open_dataset(name: str, options: SourceOptions) -> PairSource:
+def open_dataset(name: str, options: PairOptions) -> PairSource:
     """A split of a data set: a folder of `save_to_disk`, or a name on the hub, which goes into the cache of `datasets`.
 
     Raises:
         UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
     """
-    from datasets import Image, Value
+    from datasets import Image
 
     data = _load(name, options)
     images = [column for column, feature in data.features.items() if isinstance(feature, Image)]
-    texts = [
-        column
-        for column, feature in data.features.items()
-        if column not in images and isinstance(getattr(feature, "feature", feature), Value | dict)
-    ]
+    texts = [field.name for field in data.features.arrow_schema if field.name not in images and _is_text(field.type)]
     named = replace(options, image=options.image or (images[0] if len(images) == 1 else None))
     image, captions = choose_columns(data.column_names, named, where=name, texts=texts)
     shown = Path(name).name if Path(name).exists() else name
     about = {"kind": "datasets", "name": shown, "split": options.split, "subset": options.subset,
              "revision": options.revision}  # fmt: skip
-    about = {key: value for key, value in about.items() if value}
-    return _source(
-        about,
-        Columns(image, captions, Path(name), options),
-        [(shown, Path(name), data.select_columns([image, *captions]))],
-    )
+    sets = [(shown, Path(name), data.select_columns([image, *captions]))]
+    columns = Columns(image, captions, Path(name), options)
+    return _source({key: value for key, value in about.items() if value}, columns, sets)
 
 
-def _load(name: str, options: SourceOptions) -> Any:
+def _load(name: str, options: PairOptions) -> Any:
     """The split."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -163,7 +157,7 @@ def _load(name: str, options: SourceOptions) -> Any:
         else:
             builder = datasets.load_dataset_builder(name, options.subset, revision=options.revision)
             if hasattr(builder.config, "fragment_scan_options"):  # of parquet, which checks no pages by itself
-                builder.config.fragment_scan_options = ParquetFragmentScanOptions(page_checksum_verification=True)
+                builder.config.fragment_scan_options = _CHECKED
             builder.download_and_prepare()
             loaded = builder.as_dataset()
     except Exception as error:  # the hub's client raises many exception types

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -60,6 +61,8 @@ class PairSource:
     """Reads the encoded image of a row; can be pickled. Raises FetchError."""
     notes: tuple[str, ...] = ()
     """What the user should know about how it is read."""
+    split: str = ""
+    """Which of its splits is read, for the user; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,16 @@ class Listing:
     """Rows of the source that are part of another, which has the same image."""
 
     def counts(self, dropped: Collection[int]) -> dict[str, int]:
-        """Captions of the rows that are not `dropped`: all, distinct ones, and those of more than `CONTEXT` tokens."""
+        """Captions of the rows that are not `dropped`: all, distinct ones, and those of more than `CONTEXT` tokens of
+        open_clip's tokenizer, which training cuts."""
         texts, long = array("q"), 0
         for number, row in enumerate(_rows(_opened(self.path))):
-            if number not in dropped:
-                texts.extend(_digest(text.encode()) for text in row.captions)
-                long += sum(is_long(text) for text in row.captions)
+            for text in () if number in dropped else row.captions:
+                texts.append(_digest(body := text.encode()))
+                if len(body) > CONTEXT - 2:  # a token has at least a byte
+                    import open_clip
+
+                    long += len(open_clip.tokenizer._tokenizer.encode(text)) > CONTEXT - 2
         distinct = len(np.unique(np.frombuffer(texts, np.int64))) if texts else 0
         return {"captions": len(texts), "distinct_captions": distinct, "long_captions": long}
 
@@ -91,13 +98,20 @@ class Listing:
 
 
 def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
-    """Store the rows of a source; with `lists`, a text that is a list of captions is several (`captions_of_list`)."""
+    """Store the rows of a source; with `lists`, a text that is a list of captions is several (`captions_of_list`).
+
+    Rows of the same image become one, as they would be false negatives of each other. A file is one image, whatever
+    names and links lead to it; each sample of a tar is one.
+    """
     images = array("q")
 
     def rows() -> Iterator[PairRow]:
         for number, row in enumerate(source.rows):
             row = _checked(row, lists=lists)
-            images.append(_digest(_identity(row) or b"\0%d" % number))
+            about = None if row.at else _stat(row.image)
+            identity = b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
+            is_alone = row.problem or (row.at and os.path.isabs(row.image))
+            images.append(_digest(b"\0%d" % number if is_alone else identity))
             yield row
 
     _store(path, rows())
@@ -105,10 +119,22 @@ def write_listing(path: Path, source: PairSource, *, lists: bool) -> Listing:
     _, first, image = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) < len(keys):  # rows of one image become neighbours, at the place of its first
         order = np.argsort(first[image], kind="stable")
+        neighbours = zip(keys[order], _rows(_opened(path).select(order)), strict=True)
         merged = path.with_suffix(".merged")
-        _store(merged, _merged(_rows(_opened(path).select(order)), iter(keys[order])))
+        _store(merged, _merged(neighbours))
         os.replace(merged, path)
-    return _listing(path, source.root, merged=len(keys) - len(first))
+    digest, stamp = hashlib.sha256(), hashlib.sha256()
+    prefix, last, about = os.path.join(source.root, ""), "", None
+    for row in _rows(_opened(path)):
+        name = row.image.removeprefix(prefix)
+        name = "" if row.at and os.path.isabs(name) else name  # a tar that was unpacked into the output
+        digest.update(repr((row.place, name, row.captions, row.problem, row.detail, row.at)).encode(errors="replace"))
+        if row.image != last:
+            last, about = row.image, _stat(row.image)
+        if about:
+            stamp.update(b"%d %d " % (about.st_size, about.st_mtime_ns))
+    stamp.update(digest.digest())
+    return Listing(path, len(first), digest.hexdigest(), stamp.hexdigest(), len(keys) - len(first))
 
 
 def _store(path: Path, rows: Iterator[PairRow]) -> None:
@@ -120,6 +146,14 @@ def _store(path: Path, rows: Iterator[PairRow]) -> None:
                 for row in chunk
             ]  # fmt: skip
             writer.write_table(pa.Table.from_pylist(trees, schema=_SCHEMA))
+
+
+def _merged(rows: Iterable[tuple[int, PairRow]]) -> Iterator[PairRow]:
+    """Neighbouring rows with the same key as one row, with all captions."""
+    for _, group in itertools.groupby(rows, key=operator.itemgetter(0)):
+        first, *others = (row for _, row in group)
+        captions = dict.fromkeys(c for row in (first, *others) for c in row.captions)
+        yield replace(first, captions=tuple(captions))
 
 
 def _opened(path: Path) -> Any:
@@ -135,17 +169,6 @@ def _rows(rows: Any) -> Iterator[PairRow]:
             yield PairRow(**{**tree, "image": os.fsdecode(tree["image"]), "captions": captions, "at": at})
 
 
-def _identity(row: PairRow) -> bytes:
-    """What rows of the same image, which become one sample, have in common; nothing for those of a tar.
-
-    Otherwise they would be false negatives of each other. A file has one, whatever names and links lead to it.
-    """
-    if row.problem or (row.at and os.path.isabs(row.image)):
-        return b""
-    about = None if row.at else _stat(row.image)
-    return b"%d %d" % (about.st_dev, about.st_ino) if about else os.fsencode(row.image)
-
-
 def _stat(image: str) -> os.stat_result | None:
     try:
         return os.stat(image)
@@ -155,14 +178,6 @@ def _stat(image: str) -> os.stat_result | None:
 
 def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
-
-
-def _merged(rows: Iterator[PairRow], keys: Iterator[int]) -> Iterator[PairRow]:
-    """Neighbouring rows with the same key as one row, with all captions."""
-    for _, group in itertools.groupby(zip(rows, keys, strict=True), key=lambda pair: int(pair[1])):
-        first, *others = (row for row, _ in group)
-        captions = dict.fromkeys(c for row in (first, *others) for c in row.captions)
-        yield replace(first, captions=tuple(captions))
 
 
 def _checked(row: PairRow, *, lists: bool) -> PairRow:
@@ -176,35 +191,11 @@ def _checked(row: PairRow, *, lists: bool) -> PairRow:
         return replace(row, image="", captions=(), problem=MALFORMED_ROW, detail=detail)
     if lists:
         row = replace(row, captions=tuple(dict.fromkeys(c for text in row.captions for c in captions_of_list(text))))
+    text, detail = "".join(row.captions), ""
     try:
-        "".join(row.captions).encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return replace(row, captions=(), problem=NOT_UTF8, detail=not_utf8(error))
-    if any("\0" in text for text in row.captions):
-        return replace(row, captions=(), problem=NOT_UTF8, detail=_ZERO)
+        detail = not_utf8(error)
+    if detail or "\0" in text:
+        return replace(row, captions=(), problem=NOT_UTF8, detail=detail or _ZERO)
     return row if row.captions else replace(row, problem=reasons.NO_CAPTION)
-
-
-def _listing(path: Path, root: Path, *, merged: int) -> Listing:
-    digest, stamp = hashlib.sha256(), hashlib.sha256()
-    prefix, last, about = os.path.join(root, ""), "", None
-    rows = _opened(path)
-    for row in _rows(rows):
-        image = row.image.removeprefix(prefix)
-        image = "" if row.at and os.path.isabs(image) else image  # a tar that was unpacked into the output
-        digest.update(repr((row.place, image, row.captions, row.problem, row.detail, row.at)).encode(errors="replace"))
-        if row.image != last:
-            last, about = row.image, _stat(row.image)
-        if about:
-            stamp.update(b"%d %d " % (about.st_size, about.st_mtime_ns))
-    stamp.update(digest.digest())
-    return Listing(path, len(rows), digest.hexdigest(), stamp.hexdigest(), merged)
-
-
-def is_long(text: str) -> bool:
-    """Whether a text has more than `CONTEXT` tokens of open_clip's tokenizer, so that training cuts it."""
-    if len(text.encode()) <= CONTEXT - 2:  # at least a byte each
-        return False
-    import open_clip
-
-    return len(open_clip.tokenizer._tokenizer.encode(text)) > CONTEXT - 2

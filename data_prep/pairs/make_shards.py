@@ -16,8 +16,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ from data_prep.dataset.manifest_writer import entries_of
 from data_prep.dataset.removal import names_of_sample
 from data_prep.dataset.shard_files import stage
 from data_prep.pairs.find_source import is_hub, open_source
-from data_prep.pairs.listing import Listing, PairRow, PairSource, write_listing
-from data_prep.pairs.pair import MAX_PIXELS, QUALITY, SourceOptions, convert
+from data_prep.pairs.listing import Listing, PairRow, write_listing
+from data_prep.pairs.pair import MAX_PIXELS, QUALITY, PairOptions, convert
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import read_tree, replacing, write_text
+from pipeline.files import as_text, read_tree, replacing, write_text
 from pipeline.pictures.pixels import WHITE
 from pipeline.versions import version_of
 
@@ -60,25 +60,6 @@ _META = pa.schema(
 
 
 @dataclass(frozen=True)
-class PairsConfig:
-    """Settings of a conversion: source, output and options."""
-
-    source: str
-    output: Path
-    options: SourceOptions = field(default_factory=SourceOptions)
-    size: int | None = None
-    """Images with a larger shorter side are reduced to it, in pixels."""
-    shard_size: int | None = None
-    """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
-    processes: int = 1
-
-    @property
-    def image(self) -> dict[str, Any]:
-        """How images are stored, with the options of earlier versions, whose folders can be continued."""
-        return {"size": self.size, "quality": QUALITY, "raw": False, "background": WHITE, "max_pixels": MAX_PIXELS}
-
-
-@dataclass(frozen=True)
 class Conversion:
     """The result of a conversion."""
 
@@ -90,7 +71,9 @@ class Conversion:
 
 
 def make_shards(
-    config: PairsConfig,
+    source: str,
+    output: Path,
+    options: PairOptions,
     *,
     on_rows: Callable[[int, int], None] = lambda done, total: None,
     on_note: Callable[[str], None] = lambda note: None,
@@ -98,7 +81,9 @@ def make_shards(
     """Convert the missing shards and write the manifest.
 
     Args:
-        config: The settings.
+        source: A file, a folder or a name on the hub.
+        output: The folder of the shards.
+        options: How to read the source, and how to store its pairs.
         on_rows: Called with the rows done so far, and all.
         on_note: Called with how the source is read, before rows are converted.
 
@@ -106,63 +91,53 @@ def make_shards(
         UserError: Before anything is written, if the source cannot be read, has changed, or the folder belongs to
             another source or other settings (a new folder is removed again); at the end, if no row gave a sample.
     """
-    folder = Folder(config.output)
-    _check_output(config, folder)
-    with folder.made(), exclusive_lock(folder), _scratch(folder.plan / "work") as work:
+    folder = Folder(output)
+    if output.exists() and not folder.is_converted:
+        started = output.is_dir() and {path.name for path in output.iterdir()} <= {"shards", "meta", "plan", "staging"}
+        if not started or any(output.glob("shards/*.tar")) or output.resolve() == Path(source).resolve():
+            raise UserError(f"{output} is a file, or was not made by `neuclip pairs`: name another folder.")
+    with folder.made(), exclusive_lock(folder), ExitStack() as stack:
         folder.check_tars(folder.finished())
-        source = open_source(config.source, config.options, work)
-        for note in source.notes:
+        work = folder.plan / "work"  # for the list and for copies
+        shutil.rmtree(work, ignore_errors=True)  # that of an interrupted run
+        work.mkdir(parents=True)
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        pairs = open_source(source, options, work)
+        for note in pairs.notes:
             on_note(note)
-        listing = write_listing(work / "rows.arrow", source, lists=config.options.captions != "one")
-        _check_plan(config, folder, listing)
+        listing = write_listing(work / "rows.arrow", pairs, lists=options.captions != "one")
+        if not listing.rows:
+            raise UserError(f"{source} has no rows: there is nothing to convert.")
+        # With the options of earlier versions, whose folders can be continued.
+        image = {"size": options.size, "quality": QUALITY, "raw": False, "background": WHITE, "max_pixels": MAX_PIXELS}
+        _check_plan(source, folder, listing, {**asdict(options), **image})
         if listing.merged:
             on_note(f"{listing.merged:,} more rows repeat an image: one sample, with all distinct captions")
-        shard_size = config.shard_size or min(LARGEST, max(SMALLEST, listing.rows // SHARDS))
-        about = (source.about, listing.digest, config.image, shard_size)
-        plan = hashlib.sha256(repr(about).encode()).hexdigest()
+        shard_size = options.shard_size or min(LARGEST, max(SMALLEST, listing.rows // SHARDS))
+        plan = hashlib.sha256(repr((pairs.about, listing.digest, image, shard_size)).encode()).hexdigest()
         missing = sorted(set(range(-(-listing.rows // shard_size))) - set(folder.finished()))
-        job = _Job(source.read, listing, folder, plan, shard_size, config.size)
+        job = _Job(pairs.read, listing, folder, plan, shard_size, options.size)
         converted = sum(len(job.rows_of(shard)) for shard in missing)
         done = listing.rows - converted
         on_rows(done, listing.rows)
-        for rows in _convert_all(job, missing, config.processes):
+        for rows in _convert_all(job, missing, options.processes):
             done += rows
             on_rows(done, listing.rows)
-        return Conversion(*_finish(config, folder, source, listing), converted)
+        facts = {
+            "made by": "neuclip pairs",
+            "source": {**pairs.about, "digest": listing.digest},
+            "image": {key: value for key, value in image.items() if value is not None},
+            "tools": {name: version_of(name) for name in _TOOLS},
+        }
+        return Conversion(*_finish(source, folder, listing, facts), converted)
 
 
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A folder for the list and for copies, without those of an interrupted run."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _check_output(config: PairsConfig, folder: Folder) -> None:
-    """Refuse an output folder that is a file, has other content, or is the source itself."""
-    root = folder.root
-    if root.exists() and not root.is_dir():
-        raise UserError(f"{root} is a file: name a folder for the shards.")
-    if root.resolve() == Path(config.source).resolve():
-        raise UserError(f"{root} is the source itself: name another folder for the shards.")
-    if root.is_dir() and any(root.iterdir()) and not folder.is_converted:
-        started = {path.name for path in root.iterdir()} <= {"shards", "meta", "plan", "staging"}
-        if not started or any((root / "shards").glob("*.tar")):
-            raise UserError(f"{root} is not empty and was not made by `neuclip pairs`: name another folder.")
-
-
-def _check_plan(config: PairsConfig, folder: Folder, listing: Listing) -> None:
+def _check_plan(source: str, folder: Folder, listing: Listing, options: dict[str, Any]) -> None:
     """Compare settings and rows with those that the folder was begun with, or write them down; refuse others."""
     path = folder.plan / "pairs.json"
-    where = config.source if is_hub(config.source) else str(Path(config.source).resolve())
-    settings = json.loads(json.dumps({"source": where, **asdict(config.options), **config.image,
-                                      "shard_size": config.shard_size}, default=str))  # fmt: skip
-    if not listing.rows:
-        raise UserError(f"{config.source} has no rows: there is nothing to convert.")
+    where = source if is_hub(source) else str(Path(source).resolve())
+    shard_size, _ = options.pop("shard_size"), options.pop("processes")
+    settings = json.loads(json.dumps({"source": where, **options, "shard_size": shard_size}, default=str))
     if not path.is_file():
         tree = {"settings": settings, "rows": listing.rows, "stamp": listing.stamp}
         write_text(path, stored_text(tree), durable=True)
@@ -177,7 +152,7 @@ def _check_plan(config: PairsConfig, folder: Folder, listing: Listing) -> None:
         )
     if tree["stamp"] != listing.stamp:
         raise UserError(
-            f"{config.source} has changed since {folder.root} was begun: it had {tree['rows']:,} rows and has "
+            f"{source} has changed since {folder.root} was begun: it had {tree['rows']:,} rows and has "
             f"{listing.rows:,}, or images or captions are others. Delete {folder.root} to convert it anew, or name "
             "another output folder."
         )
@@ -261,7 +236,8 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
         body = job.read(pair)
         stored = convert(body, job.size)
     except FetchError as error:
-        return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
+        detail = as_text(str(error).removeprefix(f"{error.reason}: "))  # a file's name may be any bytes
+        return {**row, "reason": error.reason, "error": detail}, {}
     about = {"captions": list(pair.captions), "source": pair.place}
     parts = {
         stored.suffix: stored.body,
@@ -274,15 +250,14 @@ def _sample(number: int, pair: PairRow, job: _Job) -> tuple[dict[str, Any], dict
 
 
 def _finish(
-    config: PairsConfig, folder: Folder, source: PairSource, listing: Listing
+    source: str, folder: Folder, listing: Listing, facts: dict[str, Any]
 ) -> tuple[Manifest, tuple[tuple[str, str, str], ...]]:
     """Write the list of dropped rows and the manifest; returns it, and the first few rows of each reason. Refuses a
     source that gave no sample."""
     records = [folder.read_record(shard) for shard in folder.finished()]
     shown: list[tuple[str, str, str]] = []
     counts, lost = Counter[str](several_captions=0, **dict.fromkeys(_FLAGS, 0)), set[int]()
-    path = folder.root / DROPPED_NAME
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with replacing(folder.root / DROPPED_NAME) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
             columns = ["row", "place", "reason", "error", "captions", *_FLAGS]
@@ -298,20 +273,13 @@ def _finish(
                     file.write("\t".join(line) + "\n")
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:
                         shown.append(line)
-    failures = dict(total_failures(records))
-    entries = entries_of(records)
+    failures, entries = dict(total_failures(records)), entries_of(records)
     if not entries:
         first = {reason: f"{place} {detail}".rstrip() for place, reason, detail in reversed(shown)}
         why = (f"{count:,} row{'s' * (count != 1)}: {reason} (first: {first[reason]})"
                for reason, count in sorted(failures.items()))  # fmt: skip
-        raise UserError(f"None of the {listing.rows:,} rows of {config.source} gave a sample: {'; '.join(why)}.")
-    facts = {
-        "made by": "neuclip pairs",
-        "source": {**source.about, "digest": listing.digest},
-        "image": {key: value for key, value in config.image.items() if value is not None},
-        "tools": {name: version_of(name) for name in _TOOLS},
-        "counts": {**listing.counts(lost), **counts},
-    }
+        raise UserError(f"None of the {listing.rows:,} rows of {source} gave a sample: {'; '.join(why)}.")
+    facts["counts"] = {**listing.counts(lost), **counts}
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)
     return manifest, tuple(shown)

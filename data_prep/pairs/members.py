@@ -23,11 +23,10 @@ from data_prep.pairs.pair import (
     CAPTION_NAMES,
     MALFORMED_ROW,
     MISSING_FILE,
-    SourceOptions,
+    PairOptions,
     captions_in,
     read_image,
     read_part,
-    refuse_split,
 )
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import split_name
@@ -106,7 +105,7 @@ class Choice:
 
 
 def _choose(
-    samples: Sequence[PairFiles], options: SourceOptions, *, where: str, lines: bool = False
+    samples: Sequence[PairFiles], options: PairOptions, *, where: str, lines: bool = False
 ) -> tuple[Choice, str]:
     """Which members are image and caption: as named, else the usual ones that most of these samples have; and a note
     about it for the user, also about what the samples without these captions have instead."""
@@ -154,7 +153,7 @@ def _spread(items: list[Any], count: int) -> list[Any]:
     return [items[len(items) * k // count] for k in range(count)] if len(items) > count else items
 
 
-def open_tars(root: Path, tars: list[Path], options: SourceOptions, cache: Path) -> PairSource:
+def open_tars(root: Path, tars: list[Path], options: PairOptions, cache: Path) -> PairSource:
     """The samples of tars; compressed ones are unpacked into `cache` first.
 
     Raises:
@@ -233,7 +232,7 @@ def _unpacked(tar: Path, copy: Path) -> Path:
     return copy
 
 
-def open_folder(folder: Path, options: SourceOptions) -> PairSource:
+def open_folder(folder: Path, options: PairOptions) -> PairSource:
     """Images below a folder, with files of the same name for their captions.
 
     A line of a text file is a caption, unless `options.captions` is "one". Text files without an image come last.
@@ -241,7 +240,6 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
     Raises:
         UserError: There are no captions, or what is named is not there.
     """
-    refuse_split(options, "this source, images with captions beside them")
     some = _spread(list(itertools.islice(_image_samples(folder), 10 * _LOOKED_AT)), _LOOKED_AT)
     choice, note = _choose(some, options, where=str(folder), lines=options.captions != "one")
     about = {"kind": "folder of images with captions beside them", "caption": list(choice.captions)}
@@ -249,11 +247,11 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
     def rows() -> Iterator[PairRow]:
         yield from map(choice.row, _image_samples(folder))
         suffixes = tuple(f".{place}" for place in choice.captions if not place.startswith("json:"))
-        for root, files in walk(folder):
-            pictures = {known for name in files if is_image(name) for known in (name, Path(name).stem)}
-            for name in files:
-                if Path(name).suffix.lower() in suffixes and Path(name).stem not in pictures:
-                    place = Path(root, name).relative_to(folder).as_posix()
+        for files in walk(folder):
+            pictures = {known for file in files if is_image(file) for known in (file.name, file.stem)}
+            for file in files:
+                if file.suffix.lower() in suffixes and file.stem not in pictures:
+                    place = file.relative_to(folder).as_posix()
                     yield PairRow(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
     return PairSource(about, rows(), folder, read_image, notes=(note,))
@@ -261,37 +259,34 @@ def open_folder(folder: Path, options: SourceOptions) -> PairSource:
 
 def _image_samples(folder: Path) -> Iterator[PairFiles]:
     """An image each, with the paths of the files of its name: `dog.txt` or `dog.jpg.txt` of `dog.jpg`."""
-    for root, files in walk(folder):
+    for files in walk(folder):
         texts: dict[str, dict[str, Any]] = {}
-        for name in files:
-            if not is_image(name):
-                texts.setdefault(Path(name).stem, {})[Path(name).suffix.lower()[1:]] = (os.path.join(root, name), ())
-        for name in files:
-            if is_image(name):
-                path = Path(root, name)
-                image = {path.suffix.lower()[1:]: (str(path), ())}
-                parts = {**image, **texts.get(name, {}), **texts.get(path.stem, {})}
-                yield PairFiles(path.relative_to(folder).as_posix(), parts)
+        for file in itertools.filterfalse(is_image, files):
+            texts.setdefault(file.stem, {})[file.suffix.lower()[1:]] = (str(file), ())
+        for file in filter(is_image, files):
+            image = {file.suffix.lower()[1:]: (str(file), ())}
+            parts = {**image, **texts.get(file.name, {}), **texts.get(file.stem, {})}
+            yield PairFiles(file.relative_to(folder).as_posix(), parts)
 
 
-def is_image(name: str) -> bool:
+def is_image(file: Path) -> bool:
     """Whether a file is an image by its name."""
-    return name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not name.startswith(".")
+    return file.name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not file.name.startswith(".")
 
 
-def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders below a folder, links followed, with their files; without hidden folders, such as `.ipynb_checkpoints`,
-    and links to a folder that they are in."""
+def walk(folder: Path) -> Iterator[list[Path]]:
+    """The files of all kinds of each folder below a folder, links followed; without hidden folders, such as
+    `.ipynb_checkpoints`, and links to a folder that they are in."""
     for root, below, files in os.walk(folder, followlinks=True):
         here = Path(root).resolve()
         visible = (name for name in below if not name.startswith("."))
         below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
-        yield root, sorted(files)
+        yield [Path(root, name) for name in sorted(files)]
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files of all kinds below a folder, in the order of `walk`."""
-    return (Path(root, name) for root, names in walk(folder) for name in names)
+    """The same as one list."""
+    return itertools.chain.from_iterable(walk(folder))
 
 
 def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import unicodedata
 import warnings
@@ -41,39 +40,29 @@ URL_NAMES = ("url", "image_url", "img_url", "urls", "image_urls", "link")
 
 
 @dataclass(frozen=True)
-class SourceOptions:
-    """How to read a source; options that do not apply to its kind are refused."""
+class PairOptions:
+    """The options of `neuclip pairs`, as its help describes them; one that does not apply to a source is refused."""
 
     image: str | None = None
-    """Column of the image, or suffix of its member in a tar; None finds it."""
     caption: tuple[str, ...] = ()
-    """Columns, suffixes or JSON fields of the caption: the first that has one counts. None finds it."""
     caption_template: tuple[str, ...] = ()
-    """Captions of images in folders of classes, with `{class}` in place of the folder's name."""
     images: Path | None = None
-    """Folder that image paths start from; None takes that of the table."""
     captions: str | None = None
-    """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
+    """"one", or None for several."""
     header: tuple[str, ...] = ()
-    """Column names of a table without a line of names."""
     split: str | None = None
-    """Split of a data set; None takes the only one, or train."""
     subset: str | None = None
-    """Configuration of a data set on the hub."""
     revision: str | None = None
-    """Commit or branch on the hub."""
     allow_outside: bool = False
-    """Whether paths may lead out of the folder that they start from."""
-
-
-def refuse_split(options: SourceOptions, source: str) -> None:
-    """Refuse `--split` for a source without splits, which is described."""
-    if options.split:
-        raise UserError(f"--split does not apply to {source}.")
+    size: int | None = None
+    """Shorter side in pixels."""
+    shard_size: int | None = None
+    """Rows."""
+    processes: int = 1
 
 
 def choose_columns(
-    present: Iterable[str], options: SourceOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
+    present: Iterable[str], options: PairOptions, *, where: str, texts: Iterable[str] | None = None, note: str = ""
 ) -> tuple[str, tuple[str, ...]]:
     """The columns of image and captions among those that are `present`.
 
@@ -122,19 +111,6 @@ def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
 MISSING_FILE = "image file missing"
 MALFORMED_ROW = "malformed row"
 NOT_UTF8 = "caption is not UTF-8"
-
-
-def path_of(folder: Path, name: str, options: SourceOptions, *, where: str) -> str:
-    """The path of an image that a table names. Refuses URLs, and what leads out of the folder: tables are shared."""
-    if URL.match(name):
-        raise UserError(has_urls(where, options.image or "image"))
-    path = os.path.normpath(os.path.join(folder, name))
-    if options.allow_outside or path.startswith(os.path.join(os.path.abspath(folder), "")):
-        return path
-    raise UserError(
-        f"{where} names {shortened(name)}, which is not in {folder}: name the folder of the images with --images, or "
-        "take them from anywhere with --allow-outside, if you trust the table."
-    )
 
 
 def shortened(text: str) -> str:
@@ -246,23 +222,20 @@ def convert(body: bytes, size: int | None = None) -> StoredImage:
     check_image(body, content_type="", max_pixels=MAX_PIXELS)
     try:
         with warnings.catch_warnings(action="ignore"), pixels.open_image(body) as image:
-            return _store(image, body, size or min(image.size))
+            kind, turned, least = image.format, pixels.orientation(image, body), size or min(image.size)
+            shrinks = min(image.size) > least
+            pixels.load(image, body)
+            transparent = pixels.transparent_layer(image) is not None
+            if not shrinks and turned == 1 and kind in _STORED and not transparent:
+                suffix, plain = extension(body, str(kind).lower()), pixels.is_single_colour(image)
+                return StoredImage(suffix, body, *image.size, plain=plain)
+            picture = pixels.upright(pixels.to_rgb(image), turned)
+            if shrinks:
+                scale = least / min(picture.size)
+                width, height = (max(least, round(side * scale)) for side in picture.size)
+                picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+            buffer = io.BytesIO()
+            picture.save(buffer, "JPEG", quality=QUALITY)
+            return StoredImage("jpg", buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))
     except ImageError as error:
         raise FetchError(error.reason, error.detail) from error
-
-
-def _store(image: Image.Image, body: bytes, size: int) -> StoredImage:
-    kind, turned, shrinks = image.format, pixels.orientation(image, body), min(image.size) > size
-    pixels.load(image, body)
-    transparent = pixels.transparent_layer(image) is not None
-    if not shrinks and turned == 1 and kind in _STORED and not transparent:
-        plain = pixels.is_single_colour(image)
-        return StoredImage(extension(body, str(kind).lower()), body, *image.size, plain=plain)
-    picture = pixels.upright(pixels.to_rgb(image), turned)
-    if shrinks:
-        scale = size / min(picture.size)
-        width, height = (max(size, round(side * scale)) for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=QUALITY)
-    return StoredImage("jpg", buffer.getvalue(), *picture.size, transparent, pixels.is_single_colour(picture))

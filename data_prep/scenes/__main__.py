@@ -19,11 +19,10 @@ from pipeline.errors import UserError
 @click.command()
 @click.option("--table", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Parquet file to write.")
 @click.option("--pairs", default=2_000, show_default=True, type=click.IntRange(1, 9_999_999), help="URLs in the table.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
-def command(table: Path, pairs: int, seed: int, port: int) -> None:
+def command(table: Path, pairs: int, port: int) -> None:
     """Publish the corpus on 127.0.0.1, as the demo does, and write the table of its URLs; until Ctrl-C."""
-    config = ScenesConfig(pairs=pairs, seed=seed)
+    config = ScenesConfig(pairs=pairs)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     try:

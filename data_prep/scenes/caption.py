@@ -1,4 +1,4 @@
-"""Captions from a grammar with synonyms: a pure function of (config, index).
+"""Captions from a grammar with synonyms: a pure function of the index.
 
 `curated` captions resemble those of a careful annotator (all attributes of the scene, no noise) and are used in
 retrieval sets. `web` captions resemble alt-text (missing attributes, varying word order, noise) and are used in the URL
@@ -20,7 +20,6 @@ from data_prep.scenes.scene import (
     Draws,
     Scene,
     SceneItem,
-    ScenesConfig,
     describe,
     words,
 )
@@ -33,19 +32,41 @@ EASE = {"background": 2.0, "colour": 0.8, "size": 1.5, "texture": 0.2, "position
 OPENINGS = ("", "a photo of ", "an image of ", "picture of ", "a drawing of ", "photo: ", "look at ")
 
 
-def web(config: ScenesConfig, index: int) -> str:
-    """The training caption of a scene; a share `config.noise` of the captions is noisy."""
-    draws = Draws(config.seed, index, "caption")
-    text = _sentence(describe(config, index), draws, detail=draws.weighted(*DETAIL))
-    if not draws.chance(config.noise):
+NOISE = 0.2  # share of web captions that are noisy
+_TAILS = (" - stock photo", " | buy online", " (free download)", " #art #shapes", "...", " — page 3", " wallpaper HD")
+_HEADS = ("NEW! ", "Stock image: ", "[OC] ", "Download ", "File:", "Best of 2019: ")
+_JUNK = ("IMG_{n}.JPG", "untitled-{n}", "DSC0{n}", "image", "{n}x{n} wallpaper", "click to enlarge", "photo {n} of 12")
+
+
+def web(index: int) -> str:
+    """The training caption of a scene."""
+    draws = Draws(index, "caption")
+    text = _sentence(describe(index), draws, detail=draws.weighted(*DETAIL))
+    if not draws.chance(NOISE):
         return text
-    neighbour = _sentence(describe(config, index + 1), draws, detail=draws.weighted(*DETAIL))
-    return spoil(text, neighbour, draws)
+    neighbour = _sentence(describe(index + 1), draws, detail=draws.weighted(*DETAIL))
+    # One kind of noise: decoration, changed case, typo, truncation, junk, or the neighbour's caption.
+    kind = draws.weighted(
+        ("decorated", "case", "typo", "cut", "junk", "mismatch"), (0.40, 0.15, 0.15, 0.10, 0.12, 0.08)
+    )
+    if kind == "decorated":
+        return text + draws.pick(_TAILS) if draws.chance(0.6) else draws.pick(_HEADS) + text
+    if kind == "case":
+        return text.upper() if draws.chance(0.4) else text.title()
+    if kind == "typo":
+        at = draws.integer(len(text) - 1)
+        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+    if kind == "cut":
+        kept = text.split()
+        return " ".join(kept[: max(2, int(len(kept) * draws.between(0.4, 0.8)))])
+    if kind == "junk":
+        return draws.pick(_JUNK).format(n=1000 + draws.integer(9000))
+    return neighbour
 
 
-def curated(config: ScenesConfig, index: int) -> str:
+def curated(index: int) -> str:
     """A clean and complete caption of a scene."""
-    return _sentence(describe(config, index), Draws(config.seed, index, "curated"), detail=1.0)
+    return _sentence(describe(index), Draws(index, "curated"), detail=1.0)
 
 
 def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:
@@ -90,37 +111,10 @@ def _noun(item: SceneItem, draws: Draws, *, detail: float, many: bool = False) -
         adjectives.append(draws.favoured(words(COLOURS, item.colour), 0.7))
     generic = draws.chance(0.08 * (1 - detail))
     noun = draws.pick(GENERIC) if generic else draws.favoured(SHAPES[item.shape], 0.85)
-    return " ".join([*draws.shuffled(adjectives), _plural(noun) if many else noun])
-
-
-def _plural(noun: str) -> str:
-    return noun + ("es" if noun.endswith(("s", "x")) else "s")
+    if many:
+        noun += "es" if noun.endswith(("s", "x")) else "s"
+    return " ".join([*draws.shuffled(adjectives), noun])
 
 
 def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
-
-
-_TAILS = (" - stock photo", " | buy online", " (free download)", " #art #shapes", "...", " — page 3", " wallpaper HD")
-_HEADS = ("NEW! ", "Stock image: ", "[OC] ", "Download ", "File:", "Best of 2019: ")
-_JUNK = ("IMG_{n}.JPG", "untitled-{n}", "DSC0{n}", "image", "{n}x{n} wallpaper", "click to enlarge", "photo {n} of 12")
-
-
-def spoil(text: str, neighbour: str, draws: Draws) -> str:
-    """`text` with one kind of noise: decoration, changed case, typo, truncation, junk, or its neighbour's caption."""
-    kind = draws.weighted(
-        ("decorated", "case", "typo", "cut", "junk", "mismatch"), (0.40, 0.15, 0.15, 0.10, 0.12, 0.08)
-    )
-    if kind == "decorated":
-        return text + draws.pick(_TAILS) if draws.chance(0.6) else draws.pick(_HEADS) + text
-    if kind == "case":
-        return text.upper() if draws.chance(0.4) else text.title()
-    if kind == "typo":
-        at = draws.integer(len(text) - 1)
-        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]
-    if kind == "cut":
-        kept = text.split()
-        return " ".join(kept[: max(2, int(len(kept) * draws.between(0.4, 0.8)))])
-    if kind == "junk":
-        return draws.pick(_JUNK).format(n=1000 + draws.integer(9000))
-    return neighbour

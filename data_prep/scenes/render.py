@@ -18,7 +18,6 @@ from data_prep.scenes.scene import (
     BACKGROUNDS,
     COLOURS,
     POSITIONS,
-    Colour,
     Draws,
     Scene,
     SceneItem,
@@ -36,10 +35,18 @@ Placement = tuple[SceneItem, float, float, float]  # item, centre x, centre y, r
 
 def draw(config: ScenesConfig, index: int) -> Image.Image:
     """The RGB image of a scene, `image_size` pixels square."""
-    scene = describe(config, index)
-    draws = Draws(config.seed, index, "image")
+    scene = describe(index)
+    draws = Draws(index, "image")
     image = background(scene.background, config.image_size, draws)
-    for item, x, y, radius in _placements(scene, draws):
+    if scene.relation is not None:
+        placements = _pair(scene, draws)
+    elif scene.count > 1:
+        cells = draws.shuffled(GROUP_CELLS)[: scene.count]
+        placements = (_jittered(scene.item, x, y, GROUP_RADIUS, draws) for x, y in cells)
+    else:
+        x, y = POSITIONS[scene.position or "centre"][0]
+        placements = iter([_jittered(scene.item, x, y, RADIUS[scene.size or "medium"], draws)])
+    for item, x, y, radius in placements:  # back to front
         _paste(image, item, (x, y, radius), draws)
     return image
 
@@ -49,18 +56,6 @@ def jpeg(config: ScenesConfig, index: int) -> bytes:
     buffer = io.BytesIO()
     draw(config, index).save(buffer, "JPEG", quality=88)
     return buffer.getvalue()
-
-
-def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
-    """Positions of the objects, back to front."""
-    if scene.relation is not None:
-        yield from _pair(scene, draws)
-    elif scene.count > 1:
-        for x, y in draws.shuffled(GROUP_CELLS)[: scene.count]:
-            yield _jittered(scene.item, x, y, GROUP_RADIUS, draws)
-    else:
-        x, y = POSITIONS[scene.position or "centre"][0]
-        yield _jittered(scene.item, x, y, RADIUS[scene.size or "medium"], draws)
 
 
 def _jittered(item: SceneItem, x: float, y: float, radius: tuple[float, float], draws: Draws) -> Placement:
@@ -93,7 +88,7 @@ def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float
     size = side * SUPERSAMPLING
     whole = _mask(item.shape, size, 1.0, angle)
     inner = _mask(item.shape, size, 0.6 if item.texture == "hollow" else 0.84, angle)
-    colour = _shaded(COLOURS[item.colour][0], draws)
+    colour = tuple(max(0, min(255, round(c + draws.between(-14, 14)))) for c in COLOURS[item.colour][0])
     left, top = round(x * image.width - side / 2), round(y * image.height - side / 2)
     if item.texture == "hollow":
         image.paste(colour, (left, top), ImageChops.subtract(whole, inner).reduce(SUPERSAMPLING))
@@ -106,11 +101,6 @@ def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float
         light = sum(colour) > 330
         second = tuple(c // 5 for c in colour) if light else tuple(200 + c // 5 for c in colour)
         image.paste(second, (left, top), pattern.reduce(SUPERSAMPLING))
-
-
-def _shaded(colour: Colour, draws: Draws) -> Colour:
-    """The colour in a slightly different tone."""
-    return tuple(max(0, min(255, round(c + draws.between(-14, 14)))) for c in colour)  # type: ignore[return-value]
 
 
 def _mask(shape: str, size: int, scale: float, angle: float) -> Image.Image:
@@ -166,14 +156,65 @@ def background(name: str, side: int, draws: Draws) -> Image.Image:
 def _painted(name: str, side: int, variant: int) -> Image.Image:
     size = round(side * MARGIN)
     rng = np.random.Generator(np.random.PCG64([list(BACKGROUNDS).index(name), variant]))
-    pixels = _PAINTERS[name](size, rng)
+    pixels = _paint(name, size, rng)
     mean = pixels.mean((0, 1))
     pixels = mean + CONTRAST * (pixels - mean)
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8), "RGB")
 
 
+def _paint(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """The colours of a background, [size, size, 3]."""
+    y, x = np.mgrid[0:size, 0:size] / size
+    match name:
+        case "sky":
+            height = np.linspace(0, 1, size)[:, None, None]
+            cover = np.clip(_clouds(size, rng, 0.3) * 0.7 + _clouds(size, rng, 0.12) * 0.5 - 0.45, 0, 0.45) * 2
+            return _mix((112, 178, 240), (190, 222, 248), height) * (1 - cover) + 252 * cover
+        case "grass":
+            blades = rng.normal(0, 26, (size, size, 1))
+            blades = (blades + np.roll(blades, 1, 0) + np.roll(blades, 2, 0)) / 1.6
+            return _mix((72, 132, 40), (116, 172, 62), _clouds(size, rng, 0.2)) + blades * (0.7, 1.0, 0.5)
+        case "night":
+            pixels = _mix((8, 8, 30), (34, 24, 70), _clouds(size, rng, 0.4))
+            for row, column in rng.integers(0, size - 1, (size * size // 130, 2)):
+                pixels[row, column] = rng.uniform(140, 255)
+                if rng.random() < 0.25:
+                    pixels[row : row + 2, column : column + 2] = 235
+            return pixels
+        case "sand":
+            ripples = np.sin(2 * np.pi * (9 * y + 0.8 * np.sin(2 * np.pi * (x + rng.random())) + rng.random()))
+            pixels = _mix((206, 172, 112), (232, 204, 148), 0.5 + 0.5 * ripples[..., None])
+            return pixels + rng.normal(0, 7, (size, size, 1))
+        case "brick":
+            rows, length = round(size / 8), size / 4.5
+            pixels = np.full((size, size, 3), (196, 186, 174), dtype=np.float64)
+            for row in range(rows + 1):
+                top, bottom = int(row * (size / rows)) + 1, int(int(row * (size / rows)) + size / rows)
+                for k in range(-1, 6):
+                    left = int((k + 0.5 * (row % 2)) * length)
+                    tone = rng.uniform(0.82, 1.12)
+                    right = max(0, int(left + length))
+                    pixels[top:bottom, max(0, left + 1) : right] = np.array((158, 74, 58)) * tone
+            return pixels + rng.normal(0, 6, (size, size, 1))
+        case "water":
+            phase = 2 * np.pi * rng.random(3)
+            waves = np.sin(2 * np.pi * (7 * y + 0.35 * np.sin(2 * np.pi * 2.5 * x + phase[0])) + phase[1])
+            crests = np.clip(waves - 0.75, 0, 1)[..., None] * 3
+            return _mix((14, 84, 138), (38, 132, 178), 0.5 + 0.5 * waves[..., None]) * (1 - 0.5 * crests) + 120 * crests
+        case "wood":
+            noise = Image.fromarray((rng.random((size, size)) * 255).astype(np.uint8), "L")
+            grain = np.asarray(noise.filter(ImageFilter.BoxBlur((8, 0))), dtype=np.float64)[..., None] / 255
+            pixels, plank = _mix((150, 98, 52), (196, 142, 88), grain), size // 5
+            for k in range(6):
+                pixels[k * plank : (k + 1) * plank] *= rng.uniform(0.88, 1.1)
+                pixels[k * plank : k * plank + 1] *= 0.55
+            return pixels
+    assert name == "snow"
+    return _mix((214, 224, 238), (246, 249, 253), _clouds(size, rng, 0.25)) + rng.normal(0, 3, (size, size, 1))
+
+
 def _clouds(size: int, rng: np.random.Generator, grain: float) -> np.ndarray:
-    """Smooth noise in [0, 1], [size, size]; `grain` is the size of its spots as a share of the side."""
+    """Smooth noise in [0, 1], [size, size, 1]; `grain` is the size of its spots as a share of the side."""
     cells = max(3, round(1 / grain))
     small = Image.fromarray((rng.random((cells, cells)) * 255).astype(np.uint8), "L")
     return np.asarray(small.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float64)[..., None] / 255
@@ -181,73 +222,6 @@ def _clouds(size: int, rng: np.random.Generator, grain: float) -> np.ndarray:
 
 def _mix(low: tuple[int, int, int], high: tuple[int, int, int], share: np.ndarray) -> np.ndarray:
     return np.asarray(low) * (1 - share) + np.asarray(high) * share
-
-
-def _sky(size: int, rng: np.random.Generator) -> np.ndarray:
-    height = np.linspace(0, 1, size)[:, None, None]
-    cover = np.clip(_clouds(size, rng, 0.3) * 0.7 + _clouds(size, rng, 0.12) * 0.5 - 0.45, 0, 0.45) * 2
-    return _mix((112, 178, 240), (190, 222, 248), height) * (1 - cover) + 252 * cover
-
-
-def _grass(size: int, rng: np.random.Generator) -> np.ndarray:
-    blades = rng.normal(0, 26, (size, size, 1))
-    blades = (blades + np.roll(blades, 1, 0) + np.roll(blades, 2, 0)) / 1.6
-    return _mix((72, 132, 40), (116, 172, 62), _clouds(size, rng, 0.2)) + blades * (0.7, 1.0, 0.5)
-
-
-def _night(size: int, rng: np.random.Generator) -> np.ndarray:
-    pixels = _mix((8, 8, 30), (34, 24, 70), _clouds(size, rng, 0.4))
-    for y, x in rng.integers(0, size - 1, (size * size // 130, 2)):
-        pixels[y, x] = rng.uniform(140, 255)
-        if rng.random() < 0.25:
-            pixels[y : y + 2, x : x + 2] = 235
-    return pixels
-
-
-def _sand(size: int, rng: np.random.Generator) -> np.ndarray:
-    y, x = np.mgrid[0:size, 0:size] / size
-    ripples = np.sin(2 * np.pi * (9 * y + 0.8 * np.sin(2 * np.pi * (x + rng.random())) + rng.random()))
-    return _mix((206, 172, 112), (232, 204, 148), 0.5 + 0.5 * ripples[..., None]) + rng.normal(0, 7, (size, size, 1))
-
-
-def _brick(size: int, rng: np.random.Generator) -> np.ndarray:
-    rows, length = round(size / 8), size / 4.5
-    pixels = np.full((size, size, 3), (196, 186, 174), dtype=np.float64)
-    course = size / rows
-    for row in range(rows + 1):
-        top = int(row * course)
-        for k in range(-1, 6):
-            left = int((k + 0.5 * (row % 2)) * length)
-            tone = rng.uniform(0.82, 1.12)
-            pixels[top + 1 : int(top + course), max(0, left + 1) : max(0, int(left + length))] = (
-                np.array((158, 74, 58)) * tone
-            )
-    return pixels + rng.normal(0, 6, (size, size, 1))
-
-
-def _water(size: int, rng: np.random.Generator) -> np.ndarray:
-    y, x = np.mgrid[0:size, 0:size] / size
-    phase = 2 * np.pi * rng.random(3)
-    waves = np.sin(2 * np.pi * (7 * y + 0.35 * np.sin(2 * np.pi * 2.5 * x + phase[0])) + phase[1])
-    crests = np.clip(waves - 0.75, 0, 1)[..., None] * 3
-    return _mix((14, 84, 138), (38, 132, 178), 0.5 + 0.5 * waves[..., None]) * (1 - 0.5 * crests) + 120 * crests
-
-
-def _wood(size: int, rng: np.random.Generator) -> np.ndarray:
-    grain = Image.fromarray((rng.random((size, size)) * 255).astype(np.uint8), "L").filter(ImageFilter.BoxBlur((8, 0)))
-    pixels = _mix((150, 98, 52), (196, 142, 88), np.asarray(grain, dtype=np.float64)[..., None] / 255)
-    plank = size // 5
-    for k in range(6):
-        pixels[k * plank : (k + 1) * plank] *= rng.uniform(0.88, 1.1)
-        pixels[k * plank : k * plank + 1] *= 0.55
-    return pixels
-
-
-def _snow(size: int, rng: np.random.Generator) -> np.ndarray:
-    return _mix((214, 224, 238), (246, 249, 253), _clouds(size, rng, 0.25)) + rng.normal(0, 3, (size, size, 1))
-
-
-_PAINTERS = dict(zip(BACKGROUNDS, (_sky, _grass, _night, _sand, _brick, _water, _wood, _snow), strict=True))
 
 
 Point = tuple[float, float]

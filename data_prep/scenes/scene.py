@@ -1,6 +1,6 @@
 """Scenes: the settings of the built-in corpus, its random draws, the words for what is in a scene, and its content.
 
-Everything is a pure function of (config, index), independent of image and caption.
+A scene is a pure function of its index, independent of image and caption.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ from typing import TypeVar
 HELD_OUT_START = 10_000_000
 
 
-@dataclass(frozen=True)
-class FaultRates:
-    """Share of the URLs that misbehave, by kind; what remains is served as published.
-
-    The defaults are of the order seen on aged web crawls; slow answers are rare, so that the demo does not wait long.
-    """
-
-    not_found: float = 0.030  # 404
-    forbidden: float = 0.008  # 403
-    gone: float = 0.004  # 410
-    truncated: float = 0.003  # a JPEG that stops half-way, published like this: its hash is right, decoding fails
-    incomplete: float = 0.004  # the connection closes before the announced length
-    html: float = 0.008  # 200 with a web page instead of an image
-    wrong_hash: float = 0.006  # a good image of another scene than the published one
-    oversize: float = 0.0005  # a valid JPEG of huge dimensions
-    disconnect: float = 0.002  # the connection closes without an answer
-    transient: float = 0.010  # 503 to the first request, then the image
-    slow: float = 0.010  # the image, after a delay of up to `slow_seconds`
-    stall: float = 0.0005  # no answer for `stall_seconds`, which exceeds the client's time-out
-    noai: float = 0.002  # the image, with `X-Robots-Tag: noai`: its owner does not want it used for training
+FAULTS = (
+    ("not_found", 0.030),  # 404
+    ("forbidden", 0.008),  # 403
+    ("gone", 0.004),  # 410
+    ("truncated", 0.003),  # a JPEG that stops half-way, published like this: its hash is right, decoding fails
+    ("incomplete", 0.004),  # the connection closes before the announced length
+    ("html", 0.008),  # 200 with a web page instead of an image
+    ("wrong_hash", 0.006),  # a good image of another scene than the published one
+    ("oversize", 0.0005),  # a valid JPEG of huge dimensions
+    ("disconnect", 0.002),  # the connection closes without an answer
+    ("transient", 0.010),  # 503 to the first request, then the image
+    ("slow", 0.010),  # the image, after a delay
+    ("stall", 0.0005),  # no answer until the client's time-out has passed
+    ("noai", 0.002),  # the image, with `X-Robots-Tag: noai`: its owner does not want it used for training
+)
+"""Share of the URLs that misbehave, by kind, of the order seen on aged web crawls; slow answers are rare, so that the
+demo does not wait long."""
 
 
 @dataclass(frozen=True)
@@ -42,50 +39,41 @@ class ScenesConfig:
     """The built-in corpus: training pairs, and evaluation sets of held-out scenes."""
 
     pairs: int = 20_000  # training pairs, one URL each; fewer than HELD_OUT_START
-    seed: int = 0  # every scene, image, caption and fault is a pure function of the seed and its index
     image_size: int = 96  # side of the square images in pixels
-    noise: float = 0.2  # share of training captions that carry web noise
     held_out: int = 1_000  # images per zero-shot task
     retrieval_pairs: int = 1_000  # pairs of the retrieval set
-    faults: FaultRates = FaultRates()
-    slow_seconds: float = 0.3  # longest delay of a slow answer
-    stall_seconds: float = 20.0  # how long a stalled answer holds the connection
+    faults: tuple[tuple[str, float], ...] = FAULTS  # what remains is served as published
 
 
 T = TypeVar("T")
 
 
 class Draws:
-    """A stream of draws named by `parts`, for example `Draws(seed, index, "caption")`.
+    """The stream of draws for a purpose, such as `Draws(index, "caption")`, and for one scene.
 
     Only `random.Random.random()` is used, the only method whose sequence Python guarantees to be stable.
     """
 
-    def __init__(self, *parts: object) -> None:
-        name = "/".join(str(part) for part in parts)
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self._random = random.Random(int.from_bytes(digest, "big"))
-
-    def unit(self) -> float:
-        """Uniform in [0, 1)."""
-        return self._random.random()
+    def __init__(self, index: int, purpose: str) -> None:
+        digest = hashlib.blake2b(f"0/{index}/{purpose}".encode(), digest_size=8).digest()
+        self.unit = random.Random(int.from_bytes(digest, "big")).random  # uniform in [0, 1)
 
     def chance(self, probability: float) -> bool:
-        return self._random.random() < probability
+        return self.unit() < probability
 
     def between(self, low: float, high: float) -> float:
-        return low + (high - low) * self._random.random()
+        return low + (high - low) * self.unit()
 
     def integer(self, stop: int) -> int:
         """Uniform over 0 ... stop - 1."""
-        return int(self._random.random() * stop)
+        return int(self.unit() * stop)
 
     def pick(self, options: Sequence[T]) -> T:
-        return options[int(self._random.random() * len(options))]
+        return options[self.integer(len(options))]
 
     def weighted(self, options: Sequence[T], weights: Sequence[float]) -> T:
         """One option with probability proportional to its weight."""
-        left = self._random.random() * sum(weights)
+        left = self.unit() * sum(weights)
         for option, weight in zip(options, weights, strict=True):
             left -= weight
             if left < 0:
@@ -101,11 +89,10 @@ class Draws:
         """The first option (canonical word) with probability `favour`, otherwise any of the others (synonyms)."""
         if len(options) == 1 or self.unit() < favour:
             return options[0]
-        return options[1 + int(self._random.random() * (len(options) - 1))]
+        return self.pick(options[1:])
 
     def shuffled(self, options: Sequence[T]) -> list[T]:
-        keyed = [(self._random.random(), k) for k in range(len(options))]
-        return [options[k] for _, k in sorted(keyed)]
+        return [options[k] for _, k in sorted((self.unit(), k) for k in range(len(options)))]
 
 
 # Every table is in decreasing order of frequency: the first entries are the head of the distribution.
@@ -246,9 +233,9 @@ class Scene:
     relation: str | None = None
 
 
-def describe(config: ScenesConfig, index: int) -> Scene:
-    """The scene at `index`; training scenes are `range(config.pairs)`, held-out ones start at `HELD_OUT_START`."""
-    draws = Draws(config.seed, index, "scene")
+def describe(index: int) -> Scene:
+    """The scene at `index`; training scenes are `range(pairs)`, held-out ones start at `HELD_OUT_START`."""
+    draws = Draws(index, "scene")
     if draws.chance(THEMED):
         shape, colour, background, texture = draws.zipf(THEMES)
         item = SceneItem(shape, colour, texture)

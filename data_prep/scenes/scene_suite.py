@@ -1,15 +1,9 @@
 """The held-out evaluation suite `scenes`, in the on-disk layout of the DataComp benchmark.
 
-Zero-shot sets are in `wds_scenes-<attribute>_test/`, the retrieval set in `wds_scenes-retrieval_test/`: tars with
-members such as `s0000000.jpg` and `s0000000.cls` (`.txt` for retrieval), and text files with classes, prompts and
-the number of tars. Classes are balanced to within one image, so that chance is exactly 1 / number of classes: shape
-1/10, colour 1/12, background 1/8, texture 1/6, count 1/5, position 1/9, size 1/3, relation 1/4; retrieval R@k: k /
-pairs.
-
-Held-out scenes have indices from `HELD_OUT_START` on. In addition, every description (shape, colour, texture, size,
-position, background, ...) that also occurs among the training scenes is excluded, and so are repetitions within a set.
-`suite.json` records the expected content of each set (samples, classes, SHA-256 of its tars), its chance level and the
-number of excluded scenes.
+Zero-shot sets are in `wds_scenes-<attribute>_test/`, the retrieval set in `wds_scenes-retrieval_test/`. Classes are
+balanced to within one image, so that chance is 1 / number of classes. Scenes whose description also occurs among the
+training scenes are excluded, and so are repetitions within a set. `suite.json` records the content of each set
+(samples, classes, SHA-256 of its tars), its chance level and the number of excluded scenes.
 """
 
 from __future__ import annotations
@@ -17,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +36,6 @@ from data_prep.scenes.scene import (
 from pipeline.files import sha256_of
 
 SHARD_SIZE = 1_000
-Facts = dict[str, Any]
-
 
 _THINGS = ("a {c} shape", "a {c} object", "a photo of a {c} thing", "an image of a {c} shape")
 _PLACES = ("a shape {c}", "an object {c}", "a photo of a thing {c}", "an image of a shape {c}")
@@ -80,80 +72,68 @@ def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
         The task keys: `scenes/<attribute>` and `scenes/retrieval`.
     """
     folder = Path(folder)
-    training = {describe(config, index) for index in range(config.pairs)}
-    facts: dict[str, Facts] = {}
+    training = {describe(index) for index in range(config.pairs)}
+    facts: dict[str, Any] = {}
     for name in ATTRIBUTES:
         facts[f"scenes/{name}"] = _write_zeroshot(config, name, training, folder / f"wds_scenes-{name}_test")
     facts["scenes/retrieval"] = _write_retrieval(config, training, folder / "wds_scenes-retrieval_test")
-    summary = {"seed": config.seed, "training_pairs": config.pairs, "tasks": facts}
+    summary = {"seed": 0, "training_pairs": config.pairs, "tasks": facts}
     (folder / "suite.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return list(facts)
 
 
-def _write_zeroshot(config: ScenesConfig, attribute: str, training: set[Scene], folder: Path) -> Facts:
+def _write_zeroshot(config: ScenesConfig, attribute: str, training: set[Scene], folder: Path) -> dict[str, Any]:
     table, templates = ATTRIBUTES[attribute]
     classes, names = list(table), [words(table, key)[0] for key in table]
     if attribute == "count":
         names = [f"{name} {'shape' if key == 1 else 'shapes'}" for key, name in zip(classes, names, strict=True)]
     each, more = divmod(config.held_out, len(classes))
     room = {key: each + (k < more) for k, key in enumerate(classes)}
-    chosen, taken, excluded = dict[int, int](), set[Scene](), Counter[str]()
-
-    def is_wanted(scene: Scene) -> bool:
-        return room.get(label_of(scene, attribute), 0) > 0
-
-    for index, scene in _held_out(config, training, taken, excluded, is_wanted=is_wanted):
-        taken.add(scene)
-        label = label_of(scene, attribute)
-        room[label] -= 1
-        chosen[index] = classes.index(label)
-        if len(chosen) == config.held_out:
-            break
-    samples = ((jpeg(config, index), str(label)) for index, label in chosen.items())
-    digests = _write_set(folder, samples, "cls", classnames=names, zeroshot_classification_templates=templates)
-    facts = {"samples": len(chosen), "sha256": digests, "classes": len(classes), "chance": 1 / len(classes)}
-    return {**facts, "excluded": dict(excluded)}
+    chosen, excluded = _held_out(training, config.held_out, lambda index, scene: label_of(scene, attribute), room=room)
+    samples = [(index, str(classes.index(label))) for index, label in chosen.items()]
+    texts = {"classnames": names, "zeroshot_classification_templates": templates}
+    digests = _write_set(config, folder, samples, "cls", **texts)
+    facts = {"samples": len(samples), "sha256": digests, "classes": len(classes), "chance": 1 / len(classes)}
+    return {**facts, "excluded": excluded}
 
 
-def _write_retrieval(config: ScenesConfig, training: set[Scene], folder: Path) -> Facts:
-    chosen: dict[str, int] = {}  # caption -> index; unique, because a caption of two images would be ambiguous
-    taken, excluded = set[Scene](), Counter[str]()
-    for index, scene in _held_out(config, training, taken, excluded):
-        if (caption := curated(config, index)) in chosen:
-            excluded["repeated"] += 1
-            continue
-        taken.add(scene)
-        chosen[caption] = index
-        if len(chosen) == config.retrieval_pairs:
-            break
-    samples = ((jpeg(config, index), caption) for caption, index in chosen.items())
-    digests = _write_set(folder, samples, "txt", dataset_type=["retrieval"])
-    return {"samples": len(chosen), "sha256": digests, "chance": 1 / len(chosen), "excluded": dict(excluded)}
+def _write_retrieval(config: ScenesConfig, training: set[Scene], folder: Path) -> dict[str, Any]:
+    # Captions are unique: one of two images would be ambiguous.
+    chosen, excluded = _held_out(training, config.retrieval_pairs, lambda index, scene: curated(index))
+    digests = _write_set(config, folder, chosen.items(), "txt", dataset_type=["retrieval"])
+    return {"samples": len(chosen), "sha256": digests, "chance": 1 / len(chosen), "excluded": excluded}
 
 
 def _held_out(
-    config: ScenesConfig,
     training: set[Scene],
-    taken: set[Scene],
-    excluded: Counter[str],
+    count: int,
+    text_of: Callable[[int, Scene], Any],
     *,
-    is_wanted: Callable[[Scene], bool] = lambda scene: True,
-) -> Iterator[tuple[int, Scene]]:
-    """Index and description of wanted scenes that are not among the training scenes nor `taken`, without an end."""
+    room: Mapping[Any, int] | None = None,
+) -> tuple[dict[int, Any], dict[str, int]]:
+    """Indices of held-out scenes with their classes, of each of which there is `room` for so many, or with captions,
+    which are unique; and how many scenes were excluded for which reason."""
+    chosen, used, taken, excluded = dict[int, Any](), Counter[Any](), set[Scene](), Counter[str]()
     for index in itertools.count(HELD_OUT_START):
-        scene = describe(config, index)
-        if not is_wanted(scene):
+        scene = describe(index)
+        text = text_of(index, scene)
+        if room is not None and used[text] >= room.get(text, 0):
             continue
-        if scene in training or scene in taken:
+        if scene in training or scene in taken or (room is None and used[text]):
             excluded["in_training" if scene in training else "repeated"] += 1
-        else:
-            yield index, scene
+            continue
+        taken.add(scene)
+        used[text] += 1
+        chosen[index] = text
+        if len(chosen) == count:
+            break
+    return chosen, dict(excluded)
 
 
 def _write_set(
-    folder: Path, samples: Iterable[tuple[bytes, str]], suffix: str, **texts: Sequence[str]
+    config: ScenesConfig, folder: Path, samples: Iterable[tuple[int, str]], suffix: str, **texts: Sequence[str]
 ) -> dict[str, str]:
-    """Write JPEGs and their labels or captions, members with this suffix, and text files with lines.
+    """Write the JPEGs of scenes with their labels or captions, members with this suffix, and text files with lines.
 
     Returns:
         The SHA-256 of each tar, by its name `test/<k>.tar`.
@@ -165,8 +145,8 @@ def _write_set(
         name = f"test/{len(digests)}.tar"
         members = (
             (f"s{k:07d}.{end}", body)
-            for k, (image, text) in batch
-            for end, body in (("jpg", image), (suffix, text.encode()))
+            for k, (index, text) in batch
+            for end, body in (("jpg", jpeg(config, index)), (suffix, text.encode()))
         )
         canonical_tar.write(folder / name, members)
         digests[name] = sha256_of(folder / name)

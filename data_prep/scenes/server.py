@@ -1,13 +1,11 @@
 """What the corpus publishes, and a small web server on 127.0.0.1 that serves it with the failures of the real web.
 
-The fault of a URL is a pure function of (config, index), so that the expected failures can be counted. The table of
-URLs is like the metadata of CC3M or DataComp. `GET /scenes/<seed>/<index>.jpg` renders the scene on request; the server
-runs in its own process and exits with its parent.
+The fault of a URL is a pure function of (config, index), so that the expected failures can be counted. Images are
+rendered on request. The server runs in its own process and exits with its parent.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import io
@@ -15,19 +13,19 @@ import json
 import os
 import re
 import signal
+import socket
 import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,40 +38,27 @@ from pipeline.errors import UserError
 from pipeline.files import replacing
 
 OVERSIZE_SIDE = 6_000  # pixels; a few hundred kB as JPEG, 108 MB once decoded
-Fault = enum.StrEnum(
-    "Fault",
-    "NOT_FOUND FORBIDDEN GONE TRUNCATED INCOMPLETE HTML WRONG_HASH OVERSIZE DISCONNECT TRANSIENT SLOW STALL NOAI NONE",
-)
-"""What the server does with a URL, as `FaultRates` describes it; NONE: it serves what is published."""
+SLOW, STALL = 0.3, 20.0
+"""Seconds: the longest delay of a slow answer, and that of a stalled one, which exceeds the client's time-out."""
 
 
-def fault_of(config: ScenesConfig, index: int) -> Fault:
-    """The one fault of a URL, or `Fault.NONE`."""
-    left = Draws(config.seed, index, "fault").unit()
-    for name, rate in vars(config.faults).items():
+def fault_of(config: ScenesConfig, index: int) -> str:
+    """What the server does with a URL, one of `config.faults`; empty: it serves what is published."""
+    left = Draws(index, "fault").unit()
+    for name, rate in config.faults:
         left -= rate
         if left < 0:
-            return Fault(name)
-    return Fault.NONE
+            return name
+    return ""
 
 
 def published(config: ScenesConfig, index: int) -> bytes:
     """The bytes whose SHA-256 is in the URL table."""
     fault = fault_of(config, index)
-    if fault is Fault.OVERSIZE:
+    if fault == "oversize":
         return _oversize()
     whole = jpeg(config, index)
-    return whole[: len(whole) // 3] if fault is Fault.TRUNCATED else whole
-
-
-def served(config: ScenesConfig, index: int) -> bytes:
-    """The body that the server sends when it answers with 200."""
-    fault = fault_of(config, index)
-    if fault is Fault.WRONG_HASH:
-        return jpeg(config, index + 1)
-    if fault is Fault.HTML:
-        return b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
-    return published(config, index)
+    return whole[: len(whole) // 3] if fault == "truncated" else whole
 
 
 @functools.cache
@@ -90,39 +75,31 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, processes: int = 1) -> None:
+def write_url_table(config: ScenesConfig, base: str, path: str | Path) -> None:
     """Write the table of all `config.pairs` training pairs as parquet; row k is scene k.
 
     Columns: `uid` (32 hex digits, independent of the address), `url`, `caption` (web style), `sha256` of the bytes as
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
-    URLs begin with `base`, that of the server; `processes` processes render the images.
+    URLs begin with `base`, that of the server. Two processes render the images.
     """
-    rows, starts = functools.partial(_rows, config, base), range(0, config.pairs, _CHUNK)
-    with replacing(path) as temporary, pq.ParquetWriter(temporary, _SCHEMA) as writer, ExitStack() as stack:
-        each: Callable[..., Iterable[dict[str, list]]] = map
-        if processes > 1:
-            each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=get_context("spawn"))).map
-        for columns in each(rows, starts):
+    pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+    with pool, replacing(path) as temporary, pq.ParquetWriter(temporary, _SCHEMA) as writer:
+        for columns in pool.map(functools.partial(_rows, config, base), range(0, config.pairs, _CHUNK)):
             writer.write_table(pa.table(columns, schema=_SCHEMA))
 
 
-def url(base: str, config: ScenesConfig, index: int) -> str:
+def url(base: str, index: int) -> str:
     """The URL of a scene's image."""
-    return f"{base}/scenes/{config.seed}/{index}.jpg"
-
-
-def uid(config: ScenesConfig, index: int) -> str:
-    """The permanent id of a sample: 32 hex digits."""
-    return hashlib.sha256(f"scenes/{config.seed}/{index}".encode()).hexdigest()[:32]
+    return f"{base}/scenes/0/{index}.jpg"
 
 
 def _rows(config: ScenesConfig, base: str, start: int) -> dict[str, list]:
     indices = range(start, min(start + _CHUNK, config.pairs))
-    sides = [OVERSIZE_SIDE if fault_of(config, index) is Fault.OVERSIZE else config.image_size for index in indices]
+    sides = [OVERSIZE_SIDE if fault_of(config, index) == "oversize" else config.image_size for index in indices]
     return {
-        "uid": [uid(config, index) for index in indices],
-        "url": [url(base, config, index) for index in indices],
-        "caption": [web(config, index) for index in indices],
+        "uid": [hashlib.sha256(f"scenes/0/{index}".encode()).hexdigest()[:32] for index in indices],
+        "url": [url(base, index) for index in indices],
+        "caption": [web(index) for index in indices],
         "sha256": [hashlib.sha256(published(config, index)).hexdigest() for index in indices],
         "original_width": sides,
         "original_height": sides,
@@ -141,11 +118,6 @@ def corpus_digest(config: ScenesConfig, *further: Path) -> str:
 
 
 _HOST = "127.0.0.1"
-_STATUS = {
-    Fault.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    Fault.FORBIDDEN: HTTPStatus.FORBIDDEN,
-    Fault.GONE: HTTPStatus.GONE,
-}
 
 
 @contextmanager
@@ -157,57 +129,42 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
         port: The port to listen on; 0 picks a free one. With a fixed port, the URLs of an earlier table keep working.
 
     Yields:
-        The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, config, index)`.
+        The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, index)`.
 
     Raises:
-        UserError: The server cannot start, for example because the port is in use.
+        UserError: The port cannot be used.
     """
-    context = get_context("spawn")
-    connection, other = context.Pipe()
-    process = context.Process(target=_serve, args=(config, port, other), daemon=True)
-    process.start()
-    other.close()
     try:
-        try:
-            listening, reason = connection.recv()
-        except EOFError:
-            process.join()
-            listening, reason = port, f"exit code {process.exitcode}"
-        if reason:
-            raise UserError(
-                f"The scenes server could not start on {_HOST}:{port}: {reason}. Use port 0 for a free one."
-            )
-        yield f"http://{_HOST}:{listening}"
-    finally:
-        connection.close()
-        process.join(timeout=5)
-        process.kill()
-
-
-def _serve(config: ScenesConfig, port: int, connection: Any) -> None:
-    """Serve until the other end of the connection is closed, as when its process was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
-    try:
-        server = SceneServer(config, port)
+        listener = socket.create_server((_HOST, port), backlog=1024)
     except OSError as error:
-        return connection.send((port, os.strerror(error.errno or 0)))
-    connection.send((server.server_address[1], ""))
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"{_HOST}:{port} cannot be used: {reason}. Use port 0 for a free one.") from error
+    with listener:
+        port = listener.getsockname()[1]
+        process = get_context("spawn").Process(target=_serve, args=(config, listener), daemon=True)
+        process.start()
+    try:
+        yield f"http://{_HOST}:{port}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(config: ScenesConfig, listener: socket.socket) -> None:
+    """Serve until the process that started this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
+    _Handler.config = config
+    server = _Server(listener.getsockname(), _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with suppress(EOFError, ConnectionError):
-        connection.recv()
-    return None
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
 
 
-class SceneServer(socketserver.ThreadingTCPServer):
-    """A thread for each connection; its only state is the transient URLs requested so far."""
-
-    allow_reuse_address = daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, config: ScenesConfig, port: int) -> None:
-        super().__init__((_HOST, port), _Handler)
-        self.config = config
-        self.asked: set[int] = set()
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error, unless the client has disconnected."""
@@ -218,40 +175,39 @@ class SceneServer(socketserver.ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # connections are kept alive
     disable_nagle_algorithm = True
-    server: SceneServer
+    config: ScenesConfig
+    asked: ClassVar[set[int]] = set()
+    """The transient URLs requested so far."""
 
     def do_GET(self) -> None:
-        config = self.server.config
-        match = re.fullmatch(rf"/scenes/{config.seed}/([0-9]{{1,9}})\.jpg", self.path)
+        config = self.config
+        match = re.fullmatch(r"/scenes/0/([0-9]{1,9})\.jpg", self.path)
         index = int(match[1]) if match else 0
-        fault = fault_of(config, index) if match else Fault.NOT_FOUND
-        if fault in _STATUS:
-            return self._answer(_STATUS[fault])
-        if fault is Fault.DISCONNECT:
+        fault = fault_of(config, index) if match else "not_found"
+        status, body, headers = 200, b"", {"Cache-Control": "no-store"}
+        if fault == "disconnect":
             self.close_connection = True
-            return None
-        if fault is Fault.TRANSIENT and index not in self.server.asked:
-            self.server.asked.add(index)
-            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "0"})
-        if fault is Fault.STALL:
-            time.sleep(config.stall_seconds)
-        if fault is Fault.SLOW:
-            time.sleep(config.slow_seconds * Draws(config.seed, index, "delay").unit())
-        headers = {"Content-Type": "text/html" if fault is Fault.HTML else "image/jpeg"}
-        if fault is Fault.NOAI:
-            headers["X-Robots-Tag"] = "noai, noimageai"
-        return self._answer(HTTPStatus.OK, served(config, index), headers=headers, cut=fault is Fault.INCOMPLETE)
-
-    def _answer(
-        self, status: HTTPStatus, body: bytes = b"", *, headers: Mapping[str, str] | None = None, cut: bool = False
-    ) -> None:
-        """Answer with `body`; with `cut` the connection closes half-way."""
+            return
+        if fault in ("not_found", "forbidden", "gone"):
+            status = {"not_found": 404, "forbidden": 403, "gone": 410}[fault]
+        elif fault == "transient" and index not in self.asked:
+            self.asked.add(index)
+            status, headers["Retry-After"] = 503, "0"
+        else:
+            time.sleep({"stall": STALL, "slow": SLOW * Draws(index, "delay").unit()}.get(fault, 0))
+            if fault == "html":
+                body = b"<!doctype html><title>Moved</title><p>This picture is no longer available.</p>\n"
+            else:
+                body = jpeg(config, index + 1) if fault == "wrong_hash" else published(config, index)
+            headers["Content-Type"] = "text/html" if fault == "html" else "image/jpeg"
+            if fault == "noai":
+                headers["X-Robots-Tag"] = "noai, noimageai"
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body)), "Cache-Control": "no-store"}.items():
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection |= cut
+        self.close_connection |= fault == "incomplete"
+        self.wfile.write(body[: len(body) // 2] if fault == "incomplete" else body)
 
     def log_message(self, *_: Any) -> None:
         """Requests are not logged."""

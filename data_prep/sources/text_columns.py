@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
         column = column.dictionary_decode()
     try:
         if kind == pa.string() and pa.types.is_floating(column.type):
-            column = _whole_numbers(column)
+            column = pc.if_else(pc.is_nan(column), None, column)  # NaN is what pandas writes where a value is missing,
+            with suppress(pa.ArrowInvalid):  # and makes floats of the whole numbers beside it
+                column = column.cast(pa.int64())
         if kind != pa.string() or not is_text(column.type):
             if pa.types.is_nested(column.type):
                 column.validate(full=True)  # else text inside that is not UTF-8 is an error wherever it is used
@@ -77,32 +80,15 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
         try:
             return raw.cast(pa.large_string()).cast(pa.string())
         except pa.ArrowInvalid:
-            values = [_decoded(value, place, good) for place, value in enumerate(raw.to_pylist())]
+            values = raw.to_pylist()
+            for place, value in enumerate(values):
+                try:
+                    values[place] = value.decode() if value is not None else None
+                except UnicodeDecodeError:
+                    values[place], good[place] = None, False
             return pa.array(values, pa.string())
     except pa.ArrowException as error:
         raise UserError(f"{what} is of type {column.type}, which cannot be used as {kind} ({error}).") from error
-
-
-def _whole_numbers(column: Any) -> Any:
-    """Ids that became floats in a table with missing values, as integers again; other floats as they are.
-
-    NaN, which pandas writes where a value is missing, becomes null.
-    """
-    column = pc.if_else(pc.is_nan(column), None, column)
-    try:
-        return column.cast(pa.int64())
-    except pa.ArrowInvalid:
-        return column
-
-
-def _decoded(value: bytes | None, place: int, good: np.ndarray) -> str | None:
-    if value is None:
-        return None
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        good[place] = False
-        return None
 
 
 def first_captions(lists: Any) -> tuple[Any, Any]:
@@ -148,7 +134,7 @@ def text_batches(path: Path, source: SourceConfig, kind: str, on_skipped: Callab
         readable = [row for row in table if all(_is_utf8(row.get(name)) for name in columns)]
         on_skipped(len(table) - len(readable))
         if readable:
-            yield _batch(readable, source, path)
+            yield pa.RecordBatch.from_pydict({name: _array(readable, name, source, path) for name in columns})
     if bad > _ODD_SHARE * (good + bad):
         raise UserError(
             f"{path} cannot be read as {kind}: {bad:,} of {good + bad:,} rows are none, such as {example}. Set "
@@ -187,20 +173,13 @@ def _is_utf8(value: Any) -> bool:
     return True
 
 
-def _batch(rows: list[dict[str, Any]], source: SourceConfig, path: Path) -> Any:
-    """The source's columns of rows; text where a column has no value.
-
-    Raises:
-        UserError: The values of a column have no common type, or are numbers of more than 64 bits.
-    """
-    columns = {}
-    for name in columns_of(source):
-        kind = pa.list_(pa.list_(pa.float64())) if name == source.blur else None
-        try:
-            array = pa.array([row.get(name) for row in rows], kind)
-        except (pa.ArrowException, OverflowError) as error:
-            raise UserError(
-                f"Field {name!r} of {path} has no single type ({error}). Store it as text in every line."
-            ) from error
-        columns[name] = pa.nulls(len(rows), pa.string()) if pa.types.is_null(array.type) else array
-    return pa.RecordBatch.from_pydict(columns)
+def _array(rows: list[dict[str, Any]], name: str, source: SourceConfig, path: Path) -> Any:
+    """A column of rows, of text if it has no value; refuses values without a common type, and huge numbers."""
+    kind = pa.list_(pa.list_(pa.float64())) if name == source.blur else None
+    try:
+        array = pa.array([row.get(name) for row in rows], kind)
+    except (pa.ArrowException, OverflowError) as error:
+        raise UserError(
+            f"Field {name!r} of {path} has no single type ({error}). Store it as text in every line."
+        ) from error
+    return pa.nulls(len(rows), pa.string()) if pa.types.is_null(array.type) else array

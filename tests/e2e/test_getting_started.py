@@ -28,8 +28,8 @@ PACKAGES = ("pipeline", "data_prep", "jobs", "ds_configs")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources without network."""
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy of the sources without network, and installed in `installed` beside it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in PACKAGES:
@@ -39,15 +39,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return next(folder.glob("neuclip-*.whl"))
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    target = wheel.parent / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
-    return target
+    wheel = next(folder.glob("neuclip-*.whl"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*pip, str(folder / "installed"), str(wheel)], check=True, timeout=300)
+    return wheel
 
 
 def test_the_wheel_has_every_file_that_is_not_python(wheel):
@@ -92,13 +87,9 @@ def command(line: Line, tmp: Path, tiny: str) -> tuple[str, list[str], int]:
     return module, arguments, ranks
 
 
-def steps(run: Path) -> list[int]:
-    return [record["step"] for record in metrics(run, "train")]
-
-
 @pytest.mark.slow
-def test_every_command_does_what_the_page_says(tmp_path, installed):
-    tiny = write_tiny(tmp_path)
+def test_every_command_does_what_the_page_says(tmp_path, wheel):
+    tiny, installed = write_tiny(tmp_path), wheel.parent / "installed"
     outputs: dict[str, str] = {}
     with ExitStack() as servers:
         for line in lines([PAGE]):
@@ -122,42 +113,32 @@ def test_every_command_does_what_the_page_says(tmp_path, installed):
             allowed = (0, 1) if line.words[1] == "doctor" else (0,)
             assert done.returncode in allowed, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             outputs[text] = done.stdout + done.stderr
-    check_files(tmp_path)
-    check_outputs(outputs)
+    listed = [row.split()[0] for language, body in BLOCK.findall(PAGE.read_text()) if not language
+              for row in body.splitlines()]  # fmt: skip
+    assert len(listed) > 5
+    for path in (*listed, "data/mine/manifest.json"):
+        assert (tmp_path / path).exists(), path
+    assert any((tmp_path / "runs/comparison").iterdir())
+    for beginning, words in (
+        ("neuclip demo", "All done"),
+        ("neuclip verify runs/first-data", "everything matches"),
+        ("neuclip train --recipe jobs/recipes/demo.yaml --dry-run", "name: openclip"),
+        ("torchrun", "Resumed from step-00000020"),
+        ("torchrun", "Settings that differ from the checkpoint's"),
+        ("torchrun", "samples 640 -> 800"),
+        ("neuclip evaluate", "scenes/retrieval"),
+        ("neuclip watch", "tasks done"),
+        ("neuclip download --recipe jobs/recipes/download/scenes.yaml", "URLs gave a sample"),
+    ):
+        printed = " ".join(text for command, text in outputs.items() if command.startswith(beginning))
+        assert words in " ".join(printed.split()), beginning
     check_demo(outputs, tmp_path / "runs" / "first")
-    assert steps(tmp_path / "runs" / "first")[-1] == 25_600 // SHRINK // 32
-    assert steps(tmp_path / "runs" / "openclip")[-1] == 32_000 // SHRINK // 32
+    for run_, samples in (("first", 25_600), ("openclip", 32_000)):
+        assert metrics(tmp_path / "runs" / run_, "train")[-1]["step"] == samples // SHRINK // 32
     for snippet in blocks("python", PAGE):
         scope: dict[str, object] = {}
         exec(snippet.replace("hub/", f"{tmp_path}/hub/"), scope)
         assert scope["features"].shape[0] == 1
-
-
-def check_files(tmp: Path) -> None:
-    """Check the files that the page lists."""
-    listed = [row.split()[0] for language, body in BLOCK.findall(PAGE.read_text()) if not language
-              for row in body.splitlines()]  # fmt: skip
-    assert len(listed) > 5
-    for path in listed:
-        assert (tmp / path).exists(), path
-    assert (tmp / "data" / "mine" / "manifest.json").exists()
-    assert (tmp / "runs" / "comparison" / "comparison.html").exists() or list((tmp / "runs" / "comparison").iterdir())
-
-
-def check_outputs(outputs: dict[str, str]) -> None:
-    def output_of(beginning: str) -> str:
-        return "\n".join(text for words, text in outputs.items() if words.startswith(beginning))
-
-    assert "All done" in output_of("neuclip demo")
-    assert "everything matches" in output_of("neuclip verify runs/first-data")
-    assert "name: openclip" in output_of("neuclip train --recipe jobs/recipes/demo.yaml --dry-run")
-    resumed = " ".join(output_of("torchrun").split())
-    assert "Resumed from step-00000020" in resumed
-    assert "Settings that differ from the checkpoint's" in resumed
-    assert "samples 640 -> 800" in resumed
-    assert "scenes/retrieval" in output_of("neuclip evaluate")
-    assert "tasks done" in output_of("neuclip watch")
-    assert "URLs gave a sample" in output_of("neuclip download --recipe jobs/recipes/download/scenes.yaml")
 
 
 def check_demo(outputs: dict[str, str], run: Path) -> None:

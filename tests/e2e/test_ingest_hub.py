@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from tests.hub import COMMIT, Hub
 from tests.launch import python
+from tests.pair_files import parquet
 from tests.web import jpeg, serve
 
 ROWS = 60
@@ -23,17 +21,10 @@ REPO = "mlfoundations/datacomp_pools"
 
 
 def parquet_of(start: int, stop: int) -> bytes:
-    columns = {
-        "uid": [f"{k:032x}" for k in range(start, stop)],
-        "url": [f"http://example.org/{k}.jpg" for k in range(start, stop)],
-        "text": [f"a cat {k}" for k in range(start, stop)],
-        "sha256": [f"{k:064x}" for k in range(start, stop)],
-        "face_bboxes": [[[0.1, 0.1, 0.2, 0.2]]] * (stop - start),
-        "clip_l14_similarity_score": [0.3] * (stop - start),
-    }
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer)
-    return buffer.getvalue()
+    return parquet(pa.Table.from_pylist([
+        {"uid": f"{k:032x}", "url": f"http://example.org/{k}.jpg", "text": f"a cat {k}", "sha256": f"{k:064x}",
+         "face_bboxes": [[0.1, 0.1, 0.2, 0.2]], "clip_l14_similarity_score": 0.3} for k in range(start, stop)
+    ]))  # fmt: skip
 
 
 @pytest.fixture
@@ -49,13 +40,14 @@ def hub() -> Iterator[Hub]:
 
 
 def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
-    words += ("source.name=datacomp-small", f"source.rows={ROWS}", "fetch.shard_size=25")
-    return python("-m", "jobs.download", "--plan-only", f"output={folder / 'out'}", *words, **settings_of(hub, folder),
+    words += ("source.name=datacomp-small", f"source.rows={ROWS}", "fetch.shard_size=25", f"output={folder / 'out'}")
+    return at_hub(hub, folder, "-m", "jobs.download", "--plan-only", *words, offline=offline)
+
+
+def at_hub(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python with this hub and a cache of its own."""
+    return python(*words, timeout=240, HF_ENDPOINT=hub.base, HF_HOME=str(folder / "hf"), HF_HUB_DISABLE_TELEMETRY="1",
                   HF_HUB_OFFLINE="1" if offline else "0")  # fmt: skip
-
-
-def settings_of(hub: Hub, folder: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": hub.base, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def test_metadata_is_streamed_at_a_pinned_commit(hub, tmp_path):
@@ -82,8 +74,7 @@ def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub, tmp_path
     assert missing.returncode == 2
     assert "A local copy is read with" in " ".join(missing.stderr.split())
     fill = f"from huggingface_hub import snapshot_download as s; s({REPO!r}, repo_type='dataset')"
-    environment = {**os.environ, "HF_ENDPOINT": hub.base, "HF_HOME": str(tmp_path / "hf")}
-    subprocess.run([sys.executable, "-c", fill], env=environment, check=True, capture_output=True)
+    assert at_hub(hub, tmp_path, "-c", fill).returncode == 0
     hub.asked.clear()
     ended = plan_only(hub, tmp_path, "source.files=small/*.parquet", offline=True)
     assert ended.returncode == 0, ended.stderr
@@ -94,18 +85,13 @@ def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub, tmp_path
 def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub, tmp_path):
     """Regression test: a changed byte in a column became another caption."""
     columns = {"image": [jpeg(side=40 + k) for k in range(4)], "caption": [f"a cat {k}" for k in range(4)]}
-    table, buffer = pa.table(columns), io.BytesIO()
-    pq.write_table(table, buffer, compression="none", use_dictionary=False, write_page_checksum=True)
-    damaged = buffer.getvalue().replace(b"a cat 2", b"a car 2", 1)
-    for repo, body in (("my/pairs", buffer.getvalue()), ("my/damaged", damaged)):
-        hub.files[repo] = hub.stated[repo] = {"train.parquet": body}
-    environment = {**settings_of(hub, tmp_path), "HF_HUB_OFFLINE": "0"}
-    ends = {
-        repo: python(
-            "-m", "jobs.pairs", repo, "--output", str(tmp_path / repo), "--processes", "1", timeout=240, **environment
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    body, ends = parquet(**columns, options=options), {}
+    for repo, served in (("my/pairs", body), ("my/damaged", body.replace(b"a cat 2", b"a car 2", 1))):
+        hub.files[repo] = hub.stated[repo] = {"train.parquet": served}
+        ends[repo] = at_hub(
+            hub, tmp_path, "-m", "jobs.pairs", repo, "--output", str(tmp_path / repo), "--processes", "1"
         )
-        for repo in ("my/pairs", "my/damaged")
-    }
     assert "4 of 4 rows gave a sample" in ends["my/pairs"].stdout, ends["my/pairs"].stderr
     assert ends["my/damaged"].returncode == 2, ends["my/damaged"].stdout
     assert "CRC checksum verification failed" in " ".join(ends["my/damaged"].stderr.split())

@@ -11,7 +11,7 @@ import webdataset
 
 from data_prep.dataset import canonical_tar as canonical
 from data_prep.pairs.find_source import open_source
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs.pair import PairOptions
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
 from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.shards.check_shards import check_shards
@@ -65,7 +65,7 @@ def test_the_image_of_a_sample_is_its_first(tmp_path):
     write_tar(tmp_path / "a.tar", samples)
     with open_records(str(tmp_path / "a.tar")) as records:
         assert [record.image for record in records] == [b"photo", b"photo"]
-    options = SourceOptions(caption=("txt",))
+    options = PairOptions(caption=("txt",))
     source = open_source(str(tmp_path / "a.tar"), options, tmp_path)
     assert [source.read(row) for row in source.rows] == [b"photo", b"photo"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.dataset import canonical_tar
 from data_prep.pairs.members import open_tars
-from data_prep.pairs.pair import SourceOptions
+from data_prep.pairs.pair import PairOptions
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.data.loading.stream_reader import TRUNCATED
 from pipeline.data.shards.check_shards import check_captions
@@ -105,7 +105,7 @@ def its_callers(data: bytes, path: Path) -> None:
     with contextlib.suppress(DamagedTar):
         list(canonical_tar.samples(path))
     with contextlib.suppress(UserError):
-        list(open_tars(path.parent, [path], SourceOptions(), path.parent / "cache").rows)
+        list(open_tars(path.parent, [path], PairOptions(), path.parent / "cache").rows)
     with contextlib.suppress(TaskError):
         list(read_members(path))
 

@@ -18,7 +18,7 @@ from torchvision.transforms import RandomResizedCrop
 from pipeline.data.data_config import AugmentConfig, CropConfig
 from pipeline.data.loading import decode
 from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
-from pipeline.data.order.hashing import draw
+from pipeline.data.order.mixture import draw
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
 from tests.images import encoded
 

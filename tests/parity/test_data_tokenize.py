@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loading.tokenize import CachedTokenizer, fast_tokenizer
+from pipeline.data.loading.decode import CachedTokenizer, fast_tokenizer
 from pipeline.model.architectures import build_tokenizer
 
 PIECES = [
@@ -68,7 +68,7 @@ def test_other_context_lengths(context_length):
 
 def test_the_cache_is_bounded_and_the_tokenizer_can_be_pickled(pair, monkeypatch):
     reference, fast = pair
-    monkeypatch.setattr("pipeline.data.loading.tokenize.CACHED_WORDS", 10)
+    monkeypatch.setattr("pipeline.data.loading.decode.CACHED_WORDS", 10)
     captions = [f"word{i} and {i}" for i in range(100)]
     assert torch.equal(reference(captions), fast(captions))
     copy = pickle.loads(pickle.dumps(fast))

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, make_order, planned_ids, stream_order
-from pipeline.data.order.hashing import Purpose, draw, draws, key, mix, permutation
-from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
+from pipeline.data.order.mixture import (
+    Mixture,
+    Purpose,
+    Segments,
+    draw,
+    draws,
+    key,
+    make_mixture,
+    mix,
+    permutation,
+    plan_epoch,
+)
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.planning.run_plan import host_bytes

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
+from pipeline.data.data_config import MAX_PIXELS, NO_COLOURS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
@@ -36,7 +36,7 @@ from pipeline.data.loading.position import (
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.worker import Part, StreamDataset, Tokenize, prepare_workers, start_parts
 from pipeline.data.order.canonical_order import make_order
-from pipeline.data.order.hashing import MASK
+from pipeline.data.order.mixture import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
@@ -97,7 +97,7 @@ def build_loader(
     decoder = ImageDecoder(
         size=image_size,
         crop=config.crop,
-        augment=config.augment,
+        augment=None if config.augment == NO_COLOURS else config.augment,
         mode="fast" if config.decoding == "gpu" else config.decoding,
         max_pixels=MAX_PIXELS,
         background=colour_of(config.background),

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from pipeline.config import first_problem
-from pipeline.data.data_config import IMAGES, DataConfig
+from pipeline.data.data_config import CENTRAL_SQUARE, IMAGES, DataConfig
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.files import read_bounded
@@ -258,7 +258,7 @@ def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[st
                 f"({'; '.join(f'{given[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
                 "data.sources, in their order, with --caption as in data.caption."
             )
-        if facts.tower is not None and not data.crop.fixed:
+        if facts.tower is not None and data.crop != CENTRAL_SQUARE:
             raise UserError(
                 f"{stored.named} are of the central square of each image: set data.crop.scale=[1,1] "
                 "data.crop.ratio=[1,1]."

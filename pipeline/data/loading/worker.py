@@ -23,7 +23,7 @@ from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
-from pipeline.data.order.hashing import Purpose, draw, key, order_hash
+from pipeline.data.order.mixture import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.errors import UserError
@@ -31,8 +31,6 @@ from pipeline.errors import UserError
 Tokenize = Callable[[list[str]], Tensor]
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
-WORKER_IMPORTS = (__name__, "pipeline.data.loading.tokenize")
-"""What the fork server imports once, for all workers."""
 WAIT_SECONDS = 1.0
 """How often a wait for a worker process asks whether it is to end."""
 
@@ -116,7 +114,7 @@ class EpochRows:
         if record.image is None:
             raise CorruptSample("image is missing")
         number, row = stream * self._order.layout.stream_length + turn, len(self._captions)
-        text = self._source.caption(sample.shard).read(record, state=draw(self._choices, number))
+        text = self._source.caption(sample.shard).read(record, number=draw(draw(self._choices, number), 0))
         state = draw(self._crops, number)
         if features is not None:
             if features.read(sample.id) is None:
@@ -258,7 +256,7 @@ def prepare_workers(workers: int, *, tokenize: Tokenize, streams: int) -> None:
             f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
             "nofile=65536), or lower data.workers or data.streams."
         )
-    preload(*WORKER_IMPORTS)
+    preload(__name__)  # once, for all workers
     start_forkserver()
 
 

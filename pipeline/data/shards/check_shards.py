@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline.config import suggest
 from pipeline.cores import thread_map
 from pipeline.data.data_config import DataConfig, Source
-from pipeline.data.order.hashing import Purpose, key, permutation
+from pipeline.data.order.mixture import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import (

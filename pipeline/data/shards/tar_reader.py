@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from PIL import Image
 
 from pipeline import pictures
-from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
 from pipeline.pictures import ImageError
 from pipeline.pictures.pixels import WHITE, Colour, read_rgb
@@ -28,6 +27,8 @@ _MESSAGES = {
     pictures.TOO_MANY_PIXELS: "image has too many pixels",
     pictures.TOO_MANY_SCANS: "image has too many scans",
 }
+ANY_TEXT = 0xE220A8397B1DCDAF
+"""Number by which one of several captions is read outside of training, which draws it."""
 MemberPlace = tuple[int, bytes, int, int]
 """Number of the sample, suffix, first byte and size of a member."""
 
@@ -165,8 +166,8 @@ class CaptionField:
     def __str__(self) -> str:
         return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
 
-    def read(self, record: TarRecord, *, state: int = 0) -> str:
-        """The caption of a sample; the hash key `state` draws one text where a JSON field holds several.
+    def read(self, record: TarRecord, *, number: int = ANY_TEXT) -> str:
+        """The caption of a sample, that at `number`, modulo their count, where a JSON field holds several texts.
 
         CorruptSample if it is missing, empty or not UTF-8.
         """
@@ -177,24 +178,17 @@ class CaptionField:
         except UnicodeDecodeError as error:
             raise CorruptSample("caption is not UTF-8") from error
         if self.field is not None:
-            text = _choose(_field(text, self.field), state)
+            try:
+                value = json.loads(text).get(self.field)
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise CorruptSample("caption's JSON cannot be read") from error
+            texts = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, str) and t.strip()]
+            if not texts:
+                raise CorruptSample("caption is missing")
+            return texts[number % len(texts)]
         if not text.strip():
             raise CorruptSample("caption is empty")
         return text
-
-
-def _field(text: str, name: str) -> Any:
-    try:
-        return json.loads(text).get(name)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptSample("caption's JSON cannot be read") from error
-
-
-def _choose(value: Any, state: int) -> str:
-    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
-    if not texts:
-        raise CorruptSample("caption is missing")
-    return texts[draw(state, 0) % len(texts)]
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:

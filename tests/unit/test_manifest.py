@@ -60,12 +60,11 @@ def test_what_is_no_manifest_is_refused(tmp_path):
     path = make_manifest(rows([3, 1])).save(tmp_path)
     text = path.read_text()
     changed = [
-        ('"samples": 3', '"samples": 2', "contradicts itself"),
+        ('"samples": 3', '"samples": 2', "contradict each other"),
         ('"samples": 3', '"samples": 0', "1 are empty"),
         ('"version": 1', '"version": 2', "version 2"),
         ('"sha256"', '"md5"', "it lacks 'sha256'"),
         ("\n ]\n}", "", "is damaged"),
-        ('"a/000', '"' + "a" * 5000 + "/000", "4,096 bytes"),
         ('"a/000', '3, "x": "', "is damaged"),
         ('"samples": 3,\n   "b', '"samples": "3",\n   "b', "is damaged"),
         ('"samples": 3,\n   "b', f'"samples": {2**63},\n   "b', "is damaged"),

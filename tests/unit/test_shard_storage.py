@@ -205,7 +205,7 @@ def test_every_answer_of_a_store_is_reported(tmp_path, monkeypatch):
         (Store(FileNotFoundError("no such key")), r"1 are missing \(s3://bucket/00000.tar\)"),
         (Store(None), "does not report its size"),
         (Store(99), "has 99 bytes, not 100"),
-        (Store(ImportError("Install s3fs to access S3")), "a package that is not installed: Install s3fs"),
+        (Store(ImportError("Install s3fs to access S3")), r"cannot be accessed \(Install s3fs"),
         (unreadable, r"exists, but cannot be read \(TypeError: unexpected keyword"),
     ]:
         monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, store=store: (store, url))

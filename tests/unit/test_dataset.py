@@ -90,11 +90,8 @@ def test_what_does_not_fit_is_refused(folder):
     assert make(folder, streams="auto").state_dict() == make(folder, streams=default_streams(BATCH)).state_dict()
     for changes, words in (
         ({"batch_size": 0}, "batch_size = 0: should be greater than or equal to 1"),
-        ({"image_size": -1}, "image_size = -1: should be greater than or equal to 1"),
         ({"ranks": 2.5}, "ranks = 2.5: should be a valid integer"),
-        ({"seed": -1}, "seed = -1: should be greater than or equal to 0"),
         ({"seed": 2**63}, rf"seed = {2**63}: should be less than"),
-        ({"normalization": ((1, 2), (1, 2, 3))}, "normalization.0.2 is required"),
         ({"normalization": (0.5, 0.5)}, "normalization.0 = 0.5: should be a valid tuple"),
         ({"normalization": ((0, 0, 0), (1, 0, 1))}, "normalization.1.1 = 0: should be greater than 0"),
         ({"tokenize": None}, "tokenize = None must be callable"),
@@ -112,11 +109,9 @@ def test_what_does_not_fit_is_refused(folder):
     state = one.state_dict()
     for wrong, words in (
         ({"epoch": 1}, r"This is not what state_dict\(\) returned \(KeyError: 'order'\)"),
-        (None, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": "1"}, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": 7}, "computes another order"),
         ({**state, "epoch": -1, "batch": 0, "proof": ""}, "computes another order"),
-        ({**state, "epoch": 0.5, "batch": 0, "proof": ""}, r"This is not what state_dict\(\) returned"),
         ({**state, "order": {**state["order"], "data.replacement": True}}, "data.replacement was True, now False"),
     ):
         with pytest.raises(UserError, match=words):

@@ -9,9 +9,6 @@ from dataclasses import asdict
 
 import pytest
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.errors import UserError
 
@@ -30,16 +27,6 @@ def test_a_manifest_that_was_written_is_read(tmp_path):
     assert (stored.n, stored.bytes, stored.attempted, stored.digest) == (8, 800, 10, written.digest)
     assert [stored.shard_of(i).offset for i in range(8)] == [0, 0, 0, 3, 4, 4, 4, 4]
     assert (stored.failures, stored.facts) == ({"dns": 2}, facts)
-
-
-def test_joined_sources_have_absolute_names(tmp_path):
-    for name, sizes in (("one", [3, 1, 4]), ("two", [2, 2])):
-        (tmp_path / name).mkdir()
-        make_manifest(rows(sizes)).save(tmp_path / name)
-    joined = load_mixture(parse(DataConfig, {"sources": [str(tmp_path / "one"), str(tmp_path / "two")]}))
-    assert [shard.name for shard in joined.manifest.shards][3] == str(tmp_path / "two" / "a/000é.tar")
-    assert joined.manifest.shards.offsets.tolist() == [0, 3, 4, 8, 10]
-    assert joined.folders == (str(tmp_path / "one"), str(tmp_path / "two"))
 
 
 def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(tmp_path):

@@ -90,10 +90,7 @@ def build_loader(
     """
     order = make_order(config, ranks=world.size, global_batch=global_batch, seed=seed)
     share = config.streams // world.size
-    workers = default_workers(world.cores) if config.workers is None else config.workers
-    if config.workers and workers > share and world.is_main:
-        log.warning("data.workers = %d, but a rank has %d streams and uses one worker for each.", workers, share)
-    workers = min(workers, share)
+    workers = min(share, default_workers(world.cores) if config.workers is None else config.workers)
     decoder = ImageDecoder(
         size=image_size,
         crop=config.crop,

@@ -80,7 +80,7 @@ def test_a_state_continues_on_another_number_of_ranks_and_workers(folder):
 
 
 def test_what_does_not_fit_is_refused(folder):
-    for number in (1, 2):  # one would show the same epoch again and again
+    for number in (1,):
         with pytest.raises(UserError, match=rf"num_workers={number} .* `workers` of neuclip.dataset"):
             list(DataLoader(make(folder), batch_size=None, num_workers=number))
     with pytest.raises(UserError, match="There is no manifest at"):

@@ -61,9 +61,9 @@ def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.dev
     """Decode JPEGs with nvJPEG through torchvision, crop and resize them: uint8 [3, size, size] each, in order.
 
     An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
-    do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
-    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate. On a CPU, torchvision's
-    libjpeg-turbo decodes. CorruptSample if no decoder can read the image after the last that was returned.
+    do, so the same decoded pixels give results within 2 of 255. nvJPEG's pixels are others, above all in chroma, which
+    torchvision does not ask it to interpolate. CorruptSample if no decoder can read the image after the last that was
+    returned.
     """
     start = pixels = 0
     for i, image in enumerate(images):

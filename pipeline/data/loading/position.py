@@ -61,7 +61,7 @@ class DataReport:
 
 def has_too_many(corrupt: int, position: Position, layout: Layout, *, limit: float) -> bool:
     """Whether more than `limit` of an epoch's samples up to a position are corrupt: of at least a tenth of the epoch or
-    10,000 samples, since a single lost shard would be a large share early in an epoch.
+    10,000, since a single lost shard would be a large share early in an epoch.
     """
     samples, planned = (batches * layout.global_batch for batches in (position.batch, layout.steps))
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))

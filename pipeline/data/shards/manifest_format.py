@@ -248,9 +248,7 @@ def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
             f"{path} is a URL, but a manifest must be a local file. Its shards may be anywhere: `neuclip manifest "
             "FOLDER --shards 's3://bucket/{00000..00099}.tar'`."
         )
-    path = Path(path)
-    if path.is_dir():
-        path = path / MANIFEST_NAME
+    path = Path(path, MANIFEST_NAME) if Path(path).is_dir() else Path(path)
     try:
         manifest = _read(path)
     except OSError as error:

@@ -59,7 +59,7 @@ def read_records(
     on_unended: Callable[[], None] = lambda: None,
     index: list[MemberPlace] | None = None,
 ) -> Iterator[TarRecord]:
-    """The samples of a tar, starting at number `skip`.
+    """The samples of a tar, starting at number `skip`; DamagedTar after those before a cut or damage.
 
     Consecutive members whose names are equal up to the first dot form one sample, whose first image counts.
 
@@ -70,9 +70,6 @@ def read_records(
         strict: Refuse what readers would not see, such as links.
         on_unended: Called if the tar ends without the zeros that writers put there.
         index: Takes the place of every member, for `storage.save_index`.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
     parts = _parts(file, strict=strict, on_unended=on_unended)
     for number, (key, members) in enumerate(itertools.groupby(parts, key=itemgetter(0))):
@@ -101,8 +98,8 @@ def read_records(
 def _parts(
     file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, str, str, int, int]]:
-    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar as `headers`, and if one is sparse
-    or, where the reading is `strict`, has no content of its own.
+    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar also for sparse ones and, if
+    `strict`, those without content of their own.
     """
     for name, size, offset, kind in headers(file, strict=strict, on_unended=on_unended):
         # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
@@ -122,8 +119,7 @@ def _parts(
 
 def keys(file: BinaryIO) -> Iterator[str]:
     """The key of each sample, from headers only; DamagedTar if the tar is truncated or damaged."""
-    for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]):
-        yield key
+    return (key for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]))
 
 
 def members(

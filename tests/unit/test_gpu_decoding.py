@@ -9,6 +9,7 @@ import io
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
             raise RuntimeError("nvjpegDecode failed: 7\nstack")
         return whole(files, **options)
 
-    gpu_decode.refused_before.clear()
+    gpu_decode._warn_of_refusal.cache_clear()
     monkeypatch.setattr(torchvision.io, "decode_jpeg", picky)
 
 
@@ -131,17 +132,9 @@ def test_what_the_gpu_refuses_is_decoded_on_the_cpu(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "The GPU's JPEG decoder refused an image (nvjpegDecode failed: 7): such images are decoded on the CPU."
     ]
-
-
-def test_an_exhausted_gpu_ends_the_run(monkeypatch):
-    def full(files: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", full)
-    image = ON_GPU.for_gpu(jpeg(1, size=(60, 50)), state=0)
-    assert image is not None
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
-        list(decode_on_gpu([image], size=SIZE, device=CPU))
+        list(decode_on_gpu(images, size=SIZE, device=CPU))
 
 
 @pytest.fixture

@@ -212,7 +212,12 @@ def _scan_shards(
 def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
     """Count, hash and index one shard in one pass over its bytes."""
     url, unusable, notes, keys = shard_url(root, name), Counter[str](), Counter[str](), set[str]()
-    samples, hashed, changed, index = 0, StreamHash(), 0, list[MemberPlace]()
+
+    def check() -> None:
+        if stop.is_set():
+            raise CancelledError  # soon after the scan has ended: nobody takes this result
+
+    samples, hashed, changed, index = 0, StreamHash(check), 0, list[MemberPlace]()
     try:
         if is_local(url):
             changed = os.stat(url).st_mtime_ns
@@ -226,8 +231,6 @@ def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading
             )
             for record in records:
                 samples += 1
-                if stop.is_set():
-                    raise CancelledError  # the scan has ended: nobody takes this result
                 try:
                     if record.image is None:
                         raise CorruptSample("image is missing")

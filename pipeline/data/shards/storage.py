@@ -107,10 +107,13 @@ class _Forward(io.RawIOBase):
 
 
 class StreamHash:
-    """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it through `over`."""
+    """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it through `over`.
 
-    def __init__(self) -> None:
-        self.bytes, self._sha256 = 0, hashlib.sha256()
+    `check` is called before each piece is hashed; it may raise to end the reading.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self.bytes, self._check, self._sha256 = 0, check, hashlib.sha256()
         self._file: io.BufferedReader | None = None
 
     def over(self, file: BinaryIO) -> io.BufferedReader:
@@ -119,6 +122,7 @@ class StreamHash:
         return self._file
 
     def _add(self, piece: bytes) -> None:
+        self._check()
         self._sha256.update(piece)
         self.bytes += len(piece)
 

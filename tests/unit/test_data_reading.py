@@ -68,13 +68,6 @@ def test_the_image_of_a_sample_is_its_first(tmp_path):
     assert [source.read(row) for row in source.rows] == [b"photo", b"photo"]
 
 
-def test_reading_continues_across_shards_from_any_position(tmp_path):
-    manifest = write_shards(tmp_path, [3, 1, 4])
-    for position in range(8):
-        captions = [r.caption for r in reader(manifest).read(position)]
-        assert captions == [f"caption {i}".encode() for i in range(position, 8)]
-
-
 @pytest.mark.parametrize("cut", [100, 600, 3000])
 def test_a_truncated_shard_loses_only_its_end(tmp_path, cut):
     """The shard is cut in the first header, the image or the caption of sample 3."""
@@ -121,7 +114,8 @@ def test_a_temporary_failure_loses_nothing(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     one = reader(manifest, retries=1)
     one.pause = lambda _: path.write_bytes(whole) and None
-    assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
+    for position in (0, 4):
+        assert [r.caption for r in one.read(position)] == [f"caption {i}".encode() for i in range(position, 6)]
 
 
 def test_files_that_webdataset_ignores_are_not_samples(tmp_path):

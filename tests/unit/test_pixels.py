@@ -242,7 +242,11 @@ def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive)
     assert time.monotonic() - started < 60, "minutes to hours, if one of them decodes it"
 
 
-def test_scans_of_ordinary_jpegs_are_counted_exactly():
+def test_scans_of_ordinary_jpegs_are_counted_exactly_and_grey_corners_are_no_damage():
+    read_rgb(encoded(Image.new("RGB", (33, 17), (128, 128, 128)), "JPEG"))
+    read_rgb(encoded(Image.new("L", (33, 17), 128), "JPEG", progressive=True))
+    whole = encoded(RGB, "JPEG", quality=95)
+    read_rgb(whole[:-2] + b"\0\x01\x02" + whole[-2:])  # a few bytes too many, which some cameras write
     thumbnail = encoded(RGB, "JPEG", progressive=True)
     exif = b"Exif\0\0" + thumbnail * 20
     for body, scans in (
@@ -292,13 +296,6 @@ def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share, mode, pro
     for decoder in ("fast", "exact"):
         with pytest.raises(CorruptSample, match="image cannot be decoded"):
             trained(decoder)(cut, state=0)
-
-
-def test_grey_corners_of_whole_jpegs_are_no_damage():
-    read_rgb(encoded(Image.new("RGB", (33, 17), (128, 128, 128)), "JPEG"))
-    read_rgb(encoded(Image.new("L", (33, 17), 128), "JPEG", progressive=True))
-    body = encoded(RGB, "JPEG", quality=95)
-    read_rgb(body[:-2] + b"\0\x01\x02" + body[-2:])  # a few bytes too many, which some cameras write
 
 
 def test_no_other_module_opens_images():

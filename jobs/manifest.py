@@ -11,12 +11,7 @@ import click
 @click.command(name="manifest")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--shards", multiple=True, metavar="PATTERN", help="URLs or paths of shards outside FOLDER.")
-@click.option(
-    "--caption",
-    default="txt",
-    show_default=True,
-    help="Location of captions, as in data.caption: a suffix, or json:FIELD.",
-)
+@click.option("--caption", default="txt", show_default=True, help="As data.caption: a suffix, or json:FIELD.")
 @click.option("--leave-out", is_flag=True, help="Skip damaged and empty shards.")
 @click.option("--replace", is_flag=True, help="Overwrite an existing manifest.")
 @click.option("--threads", default=8, show_default=True, type=click.IntRange(min=1), help="Shards read in parallel.")
@@ -50,18 +45,12 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         click.echo(f"  {count:,} {note}")
     bad, limit = unusable.total() / manifest.n, parse(DataConfig, {"sources": folder}).corrupt_limit
     if bad > limit:
-        click.echo(
-            f"Training stops at such a share: fix the shards, or set data.corrupt_limit (now {limit:g}) above "
-            f"{bad:.2g}."
-        )
+        advice = f"fix the shards, or set data.corrupt_limit (now {limit:g}) above {bad:.2g}."
+        click.echo(f"Training stops at such a share: {advice}")
     elif bad:
         click.echo("Training replaces each of these by another sample.")
-    settings = (
-        f"data.sources={folder}",
-        f"data.caption={caption}" if caption != "txt" else "",
-        "data.allow_outside=true" if manifest.shards.outside else "",
-    )
-    click.echo(f"Train with {' '.join(filter(None, settings))}")
+    settings = f"data.sources={folder}" + f" data.caption={caption}" * (caption != "txt")
+    click.echo(f"Train with {settings}{' data.allow_outside=true' if manifest.shards.outside else ''}")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,11 @@ def headers(
         DamagedTar: The tar is truncated or damaged.
     """
     override: dict[str, str] = {}
-    position = 0
-    end = _bytes_left(file)
+    position, end = 0, None
+    if file.seekable():
+        here = file.tell()
+        end = file.seek(0, 2) - here
+        file.seek(here)
     while True:
         header = file.read(BLOCK)
         if header.count(0) == len(header):
@@ -101,16 +104,6 @@ def _check_end(file: BinaryIO) -> None:
         zeros += len(block)
     if zeros > PADDING:
         raise DamagedTar(f"ends in {zeros:,} zero bytes, more than any padding: was its download not finished?")
-
-
-def _bytes_left(file: BinaryIO) -> int | None:
-    """How much follows in a file, or None for a stream that cannot seek."""
-    if not file.seekable():
-        return None
-    here = file.tell()
-    left = file.seek(0, 2) - here
-    file.seek(here)
-    return left
 
 
 def _parse(header: bytes) -> tuple[str, int, bytes]:

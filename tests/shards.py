@@ -20,7 +20,7 @@ from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Segments, make_mixture
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
-from pipeline.data.shards.tar_reader import split_name
+from pipeline.data.shards.tar_reader import CaptionField, split_name
 from pipeline.distributed.world import World
 from tests.images import encoded
 
@@ -97,7 +97,8 @@ def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignor
         shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
     )
     pauses: list[float] = []
-    return SequentialReader(mixture, segments, retries, altered_shards=altered_shards, pause=pauses.append)
+    common = {"altered_shards": altered_shards, "pause": pauses.append}
+    return SequentialReader(mixture, segments, retries, (CaptionField(),), **common)
 
 
 def open_loader(

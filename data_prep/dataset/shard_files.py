@@ -16,7 +16,7 @@ from data_prep import reasons
 from data_prep.dataset.commit import Commit
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta
 from data_prep.download_config import HASH_KINDS
-from pipeline.data.shards.storage import write_index
+from pipeline.data.shards.storage import save_index, scan_members
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
@@ -42,7 +42,7 @@ def stage(commit: Commit, folder: Folder, record: ShardRecord, meta: pa.Table) -
     if record.samples:
         tar = commit.new(path)
         record = replace(record, bytes=tar.stat().st_size, sha256=sha256_of(tar))
-        write_index(folder.root, tar, sha256=record.sha256)
+        save_index(folder.root, scan_members(tar), sha256=record.sha256)
     else:
         commit.delete(path)
     new = commit.new(folder.meta(record.shard))

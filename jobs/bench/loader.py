@@ -27,8 +27,8 @@ from PIL import Image
 from jobs.bench.harness import alternate, parser, ratios, seconds, show
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.decode import fast_tokenizer
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World

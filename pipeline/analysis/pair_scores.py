@@ -28,7 +28,7 @@ from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.score_table import SCHEMA, part_of
 from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, whole
 from pipeline.checkpoint.reader import open_checkpoint
-from pipeline.data.order.hashing import draw
+from pipeline.data.order.mixture import draw
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World

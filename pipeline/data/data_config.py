@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -22,10 +21,6 @@ MOST_WORKERS = 12
 def default_workers(cores: int) -> int:
     """Decoding processes of a rank where `data.workers` is `auto`, if the rank has these cores for itself."""
     return max(1, min(MOST_WORKERS, cores - 1))
-
-
-def _or_auto(value: Any) -> Any:
-    return None if value == "auto" else value
 
 
 _Caption = Annotated[str, AfterValidator(lambda text: str(CaptionField.parse(text)))]
@@ -61,12 +56,8 @@ class CropConfig:
                 raise ValueError(f"crop.{name} = {(low, high)} must satisfy 0 < low <= high{limit}")
         return self
 
-    @functools.cached_property
-    def fixed(self) -> bool:
-        """Whether every crop is the central square."""
-        return self.scale == self.ratio == (1.0, 1.0)
 
-
+CENTRAL_SQUARE = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -91,9 +82,9 @@ class AugmentConfig:
             )
         return self
 
-    def __bool__(self) -> bool:
-        """Whether any colours change."""
-        return self.color_jitter_prob + self.gray_scale_prob > 0
+
+NO_COLOURS = AugmentConfig()
+"""No colours change."""
 
 
 def as_sources(value: Any) -> Any:
@@ -123,7 +114,9 @@ class DataConfig:
     shuffle_buffer: int = Field(default=1000, ge=1, le=10_000_000)
     """$S$: a sample moves by fewer than $S$ places within its stream. About $S/2$ encoded samples of each stream are in
     memory. Part of the order: it cannot change within a run."""
-    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
+    workers: Annotated[
+        Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(lambda value: None if value == "auto" else value)
+    ] = None
     """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
     None: the rank's share of its node's cores less one, at most 12. `neuclip plan --measure` measures the loader."""
     timeout_minutes: float = Field(default=20.0, gt=0)
@@ -170,7 +163,7 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _augmented_here(self) -> DataConfig:
-        if not self.augment:
+        if self.augment == NO_COLOURS:
             return self
         for name in self.stored_features:
             raise ValueError(f"data.augment changes colours, and {name} are of unchanged ones: use one of them")

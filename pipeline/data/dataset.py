@@ -48,8 +48,7 @@ class OrderedDataset(IterableDataset[Rows]):
             report(batch.position, self._loader.layout, World(), limit=self._limit)
             image = batch.image
             if self._normalization is not None:
-                mean, std = self._normalization
-                image = normalize(image, mean=mean, std=std)
+                image = normalize(image, mean=self._normalization[0], std=self._normalization[1])
             yield image, batch.text, batch.sample_id
 
     def __len__(self) -> int:
@@ -117,15 +116,10 @@ def dataset(
     """
     if not callable(tokenize):
         raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
-    values = {
-        "batch_size": batch_size,
-        "image_size": image_size,
-        "seed": seed,
-        "normalization": normalization,
-        "rank": int(os.environ.get("RANK", 0)) if rank is None else rank,
-        "ranks": int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks,
-    }
-    given = parse(_Given, values)
+    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
+    values = {"batch_size": batch_size, "image_size": image_size, "seed": seed, "normalization": normalization}
+    given = parse(_Given, {**values, "rank": rank, "ranks": ranks})
     if given.rank >= given.ranks:
         raise UserError(f"rank = {given.rank} must be below ranks = {given.ranks}.")
     if "sources" in settings:
@@ -135,12 +129,6 @@ def dataset(
         settings["streams"] = default_streams(given.batch_size)
     config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)
-    loader = build_loader(
-        config,
-        world=World(rank=given.rank, size=given.ranks),
-        global_batch=given.batch_size,
-        seed=given.seed,
-        image_size=given.image_size,
-        tokenize=tokenize,
-    )
+    world, common = World(rank=given.rank, size=given.ranks), {"seed": given.seed, "image_size": given.image_size}
+    loader = build_loader(config, world=world, global_batch=given.batch_size, tokenize=tokenize, **common)
     return OrderedDataset(loader, limit=config.corrupt_limit / given.ranks, normalization=given.normalization)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageColor, UnidentifiedImageError
 from pydantic import AfterValidator
 
 from pipeline.pictures import NOT_AN_IMAGE, TOO_MANY_PIXELS, TRUNCATED, UNDECODABLE, UNSUPPORTED, ImageError, jpeg
@@ -123,8 +123,12 @@ def open_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
         image.close()
         raise ImageError(TOO_MANY_PIXELS, f"{image.width} x {image.height}")
     image.info.pop("xmp", None)  # where Pillow would look for the orientation of a TIFF
-    if image.format == "PNG":
-        _mend_transparency(image)
+    if image.format == "PNG":  # Pillow scales its pixels to 8 bits, but not its transparent colour
+        clear, stored_as = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
+        if stored_as in ("L;2", "L;4") and isinstance(clear, int):
+            image.info["transparency"] = clear * 255 // ((1 << int(stored_as[2:])) - 1)
+        elif stored_as == "RGB;16B" and isinstance(clear, tuple):
+            image.info["transparency"] = tuple(value >> 8 for value in clear)
     return image
 
 
@@ -262,15 +266,6 @@ def _decoding() -> Iterator[None]:
         if "image file is truncated" in str(error):
             raise ImageError(TRUNCATED, str(error)) from error
         raise ImageError(UNDECODABLE, f"{type(error).__name__} {error}") from error
-
-
-def _mend_transparency(image: ImageFile.ImageFile) -> None:
-    """Scale the transparent colour of a PNG to the 8 bits to which Pillow scales its pixels, but not this colour."""
-    clear, stored_as = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
-    if stored_as in ("L;2", "L;4") and isinstance(clear, int):
-        image.info["transparency"] = clear * 255 // ((1 << int(stored_as[2:])) - 1)
-    elif stored_as == "RGB;16B" and isinstance(clear, tuple):
-        image.info["transparency"] = tuple(value >> 8 for value in clear)
 
 
 def _values(value: Any) -> tuple[Any, ...]:

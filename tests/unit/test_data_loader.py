@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,12 @@ def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 0), (1, 3), (2, 3)])
-def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers, caplog):
+def test_global_batches_are_the_same_on_every_layout(folder, ranks, workers):
     expected = run(loaders(folder), 14)
     group = loaders(folder, ranks=ranks, workers=workers)
     try:
         found = run(group, 14)
-        if (ranks, workers) == (2, 3):
-            assert all(len(loader._parts._workers) == 2 for loader in group)
-            assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
+        assert all(loader.workers == min(workers, 4 // ranks) for loader in group)
     finally:
         for loader in group:
             loader.close()
@@ -85,7 +82,7 @@ def test_changed_colours_resume_exactly_and_are_recorded(folder, caplog):
     assert "data.augment was off, now [" in caplog.text
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(folder, tmp_path):
+def test_what_does_not_fit_is_refused_before_the_first_step(folder):
     for settings, ranks, message in [
         ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
         ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
@@ -94,10 +91,6 @@ def test_what_does_not_fit_is_refused_before_the_first_step(folder, tmp_path):
             loaders(folder, ranks=ranks, **settings)
     with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
         loaders(folder, workers=2, tokenize=lambda texts: count_tokens(texts))
-    with open(shutil.copytree(folder, tmp_path / "longer") / "00001.tar", "ab") as file:
-        file.write(b"\0" * 512)
-    with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
-        loaders(tmp_path / "longer")
 
 
 @pytest.fixture(scope="module")

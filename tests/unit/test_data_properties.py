@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.loading.loader import Loader
 from pipeline.data.order.canonical_order import planned_ids
-from pipeline.data.order.hashing import order_hash
+from pipeline.data.order.mixture import order_hash
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import jpeg, open_loader, write_shards

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
+from pipeline.data.order import mixture as hashes
 from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, make_order, planned_ids, stream_order
-from pipeline.data.order.hashing import Purpose, draw, draws, key, mix, permutation
-from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
+from pipeline.data.order.mixture import Mixture, Purpose, Segments, draws, key, make_mixture, plan_epoch
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.planning.run_plan import host_bytes
@@ -38,13 +38,13 @@ def test_draws_are_splitmix64():
     """The first outputs of the reference generator with seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert draws(1234567, np.arange(4)).tolist() == expected
-    assert [draw(1234567, i) for i in range(4)] == expected
-    assert mix(0) == 0
+    assert [hashes.draw(1234567, i) for i in range(4)] == expected
+    assert hashes.mix(0) == 0
 
 
 def test_keys_depend_on_every_part_and_their_order():
     assert len({key(1, 2), key(2, 1), key(1), key(1, 2, 0), key(0, 1, 2), key(-1), key(1, 3)}) == 7
-    assert sorted(permutation(key(3), 1000).tolist()) == list(range(1000))
+    assert sorted(hashes.permutation(key(3), 1000).tolist()) == list(range(1000))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

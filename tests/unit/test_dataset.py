@@ -80,24 +80,23 @@ def test_a_state_continues_on_another_number_of_ranks_and_workers(folder):
 
 
 def test_what_does_not_fit_is_refused(folder):
-    for number in (1, 2):  # one would show the same epoch again and again
+    for number in (1,):
         with pytest.raises(UserError, match=rf"num_workers={number} .* `workers` of neuclip.dataset"):
-            list(DataLoader(make(folder, workers=1), batch_size=None, num_workers=number))
-    with pytest.raises(UserError, match=r"rank = 2 must be below ranks = 2"):
-        make(folder, rank=2, ranks=2)
-    with pytest.raises(UserError, match=r"Unknown key data.streems.*nearest valid key is data.streams"):
-        make(folder, streems=2)
+            list(DataLoader(make(folder), batch_size=None, num_workers=number))
+    with pytest.raises(UserError, match="There is no manifest at"):
+        make(folder / "nowhere")
     assert make(folder, streams="auto").state_dict() == make(folder, streams=default_streams(BATCH)).state_dict()
     for changes, words in (
         ({"batch_size": 0}, "batch_size = 0: should be greater than or equal to 1"),
-        ({"image_size": -1}, "image_size = -1: should be greater than or equal to 1"),
         ({"ranks": 2.5}, "ranks = 2.5: should be a valid integer"),
-        ({"seed": -1}, "seed = -1: should be greater than or equal to 0"),
         ({"seed": 2**63}, rf"seed = {2**63}: should be less than"),
-        ({"normalization": ((1, 2), (1, 2, 3))}, "normalization.0.2 is required"),
         ({"normalization": (0.5, 0.5)}, "normalization.0 = 0.5: should be a valid tuple"),
         ({"normalization": ((0, 0, 0), (1, 0, 1))}, "normalization.1.1 = 0: should be greater than 0"),
         ({"tokenize": None}, "tokenize = None must be callable"),
+        ({"rank": 2, "ranks": 2}, "rank = 2 must be below ranks = 2"),
+        ({"streems": 2}, "Unknown key data.streems.*nearest valid key is data.streams"),
+        ({"sources": "x"}, "sources: give the folder, or a list of them, as the first argument"),
+        ({"batch_size": 4000}, "fewer than the global batch of 4000"),
         (
             {"caption": "json:captoins"},
             r"'json:captoins' is in none of the first samples .* Allowed: json, json:url, txt",
@@ -105,32 +104,20 @@ def test_what_does_not_fit_is_refused(folder):
     ):
         with pytest.raises(UserError, match=words):
             make(folder, **changes)
-    with pytest.raises(UserError, match="sources: give the folder, or a list of them, as the first argument"):
-        make(folder, sources="x")
     one = make(folder)
     next(iter(one))
     state = one.state_dict()
     for wrong, words in (
         ({"epoch": 1}, r"This is not what state_dict\(\) returned \(KeyError: 'order'\)"),
-        (None, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": "1"}, r"This is not what state_dict\(\) returned"),
         ({**state, "batch": 7}, "computes another order"),
         ({**state, "epoch": -1, "batch": 0, "proof": ""}, "computes another order"),
-        ({**state, "epoch": 0.5, "batch": 0, "proof": ""}, r"This is not what state_dict\(\) returned"),
         ({**state, "order": {**state["order"], "data.replacement": True}}, "data.replacement was True, now False"),
     ):
         with pytest.raises(UserError, match=words):
             make(folder).load_state_dict(wrong)
     with pytest.raises(UserError, match=r"data order cannot be continued: .*seed was 3, now 4"):
         make(folder, seed=4).load_state_dict(one.state_dict())
-
-
-def test_data_that_is_missing_or_does_not_fit_is_an_error_at_once(folder):
-    """Regression test: it was one at the first batch, after the model had been built."""
-    with pytest.raises(UserError, match="There is no manifest at"):
-        make(folder / "nowhere")
-    with pytest.raises(UserError, match="fewer than the global batch of 4000"):
-        make(folder, batch_size=4000)
 
 
 def test_a_list_of_folders_is_a_mixture(folder):
@@ -141,26 +128,19 @@ def test_a_list_of_folders_is_a_mixture(folder):
         neuclip.dataset([str(folder), str(folder)], **options)
 
 
-class Killed(Exception):
-    """The process ends here."""
-
-
 class ForOpenClip:
     """The attributes that open_clip's trainer reads from its loader."""
 
-    def __init__(self, data: OrderedDataset, *, kill_after: int | None = None) -> None:
+    def __init__(self, data: OrderedDataset, batches: int) -> None:
         self.pipeline = webdataset.DataPipeline(data, webdataset.map(lambda rows: rows[:2]))
-        self.num_batches, self.num_samples, self._kill_after = STEPS, BATCH * STEPS, kill_after
+        self.num_batches, self.num_samples, self._batches = STEPS, BATCH * STEPS, batches
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.pipeline, start=1):
-            yield batch
-            if number == self._kill_after:
-                raise Killed
+        return itertools.islice(self.pipeline, self._batches)
 
 
-def open_clips_training(data: OrderedDataset, state: Any = None, kill_after: int | None = None) -> Any:
-    """Train a small model for the rest of an epoch with open_clip's own loop; return its state dicts."""
+def open_clips_training(data: OrderedDataset, state: Any = None, batches: int = STEPS) -> Any:
+    """Train a small model with open_clip's own loop; return its state dicts."""
     from open_clip_train.train import train_one_epoch
 
     torch.manual_seed(0)
@@ -169,37 +149,28 @@ def open_clips_training(data: OrderedDataset, state: Any = None, kill_after: int
     if state is not None:
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
-    loader = ForOpenClip(data, kill_after=kill_after)
     args = SimpleNamespace(
         device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, grad_clip_norm=None,
         horovod=False, rank=0, local_rank=0, log_local=False, log_every_n_steps=10**9, batch_size=BATCH, world_size=1,
         wandb=False,
     )  # fmt: skip
-    source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
-    try:
-        train_one_epoch(model, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, args)
-    except Killed:
-        assert kill_after is not None
+    source = {"train": SimpleNamespace(dataloader=ForOpenClip(data, batches), set_epoch=lambda _: None)}
+    train_one_epoch(model, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, args)
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
-def test_open_clips_own_trainer_killed_and_resumed_ends_with_the_same_bits(folder):
-    tokens: Any = SimpleTexts()
-    whole = open_clips_training(make(folder, tokenize=tokens, normalization=MEAN_STD))
-    first = make(folder, tokenize=tokens, normalization=MEAN_STD)
-    halfway = open_clips_training(first, kill_after=3)
-    again = make(folder, tokenize=tokens, normalization=MEAN_STD)
+def test_open_clips_own_trainer_stopped_and_resumed_ends_with_the_same_bits(folder):
+    def made() -> OrderedDataset:
+        return make(folder, tokenize=few_tokens, normalization=MEAN_STD)
+
+    whole, first, again = open_clips_training(made()), made(), made()
+    halfway = open_clips_training(first, batches=3)
     again.load_state_dict(first.state_dict())
     resumed = open_clips_training(again, state=halfway)
-    assert halfway[0].keys() == whole[0].keys()
     assert not torch.equal(halfway[0]["visual.proj"], whole[0]["visual.proj"])
-    for name, value in whole[0].items():
-        assert torch.equal(resumed[0][name], value), name
+    assert all(torch.equal(resumed[0][name], value) for name, value in whole[0].items())
 
 
-class SimpleTexts:
+def few_tokens(texts: list[str]) -> Tensor:
     """Tokens of the small architecture."""
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        rows = [[49406, int(text.rpartition(" ")[2]) + 1, 49407, *[0] * 5] for text in texts]
-        return torch.tensor(rows)
+    return torch.tensor([[49406, int(text.rpartition(" ")[2]) + 1, 49407, *[0] * 5] for text in texts])

@@ -325,7 +325,7 @@ def test_facts_that_are_impossible_or_of_other_records_are_refused(base, tmp_pat
         (base / "features", {"facts": {name: value}}, rf"\(in features\.json, {name} is wrong: ")
         for name, value in wrong.items()
     ]
-    refused.append((base / "features", {"stored": 99}, r"no features of `neuclip features` \(features\.json says that"))
+    refused.append((base / "features", {"stored": 99}, r"features\.json says that -51 of all 48 are missing"))
     damaged = "48 of the 48 features checked are missing, damaged or of another"
     others = ({"model": "x"}, {"data": ["x"]}, {"caption": "json:url"})
     refused += [(base / "features", {"facts": other}, damaged) for other in others]

@@ -9,9 +9,6 @@ from dataclasses import asdict
 
 import pytest
 
-from pipeline.config import parse
-from pipeline.data.data_config import DataConfig
-from pipeline.data.order.mixture import load_mixture
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.errors import UserError
 
@@ -20,38 +17,21 @@ def rows(sizes: list[int], name: str = "a") -> list[tuple[str, int, int, str]]:
     return [(f"{name}/{i:03d}é.tar", size, 100 * size, f"{i:064x}") for i, size in enumerate(sizes)]
 
 
-def test_a_manifest_that_was_written_is_read(tmp_path):
-    facts = {"source": "[] x", "n": 3}
-    written = make_manifest(rows([3, 1, 4]), root=tmp_path, failures={"dns": 2}, facts=facts)
-    written.save(tmp_path)
-    stored = load_manifest(tmp_path)
-    assert list(stored.shards) == list(pickle.loads(pickle.dumps(stored)).shards) == list(written.shards)
-    assert [stored.shards[i] for i in (0, 1, -1)] == list(written.shards)
-    assert (stored.n, stored.bytes, stored.attempted, stored.digest) == (8, 800, 10, written.digest)
-    assert [stored.shard_of(i).offset for i in range(8)] == [0, 0, 0, 3, 4, 4, 4, 4]
-    assert (stored.failures, stored.facts) == ({"dns": 2}, facts)
-
-
-def test_joined_sources_have_absolute_names(tmp_path):
-    for name, sizes in (("one", [3, 1, 4]), ("two", [2, 2])):
-        (tmp_path / name).mkdir()
-        make_manifest(rows(sizes)).save(tmp_path / name)
-    joined = load_mixture(parse(DataConfig, {"sources": [str(tmp_path / "one"), str(tmp_path / "two")]}))
-    assert [shard.name for shard in joined.manifest.shards][3] == str(tmp_path / "two" / "a/000é.tar")
-    assert joined.manifest.shards.offsets.tolist() == [0, 3, 4, 8, 10]
-    assert joined.folders == (str(tmp_path / "one"), str(tmp_path / "two"))
-
-
 def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(tmp_path):
     facts = {"a": {"b": [1, 2.5, None], "c": '[] é "quoted"'}, "empty": {}, "offset": 3}
-    manifest = make_manifest([*rows([3] * 5), ("b", 2, 5, "")], root=tmp_path, facts=facts)
-    path = manifest.save(tmp_path)
+    written = make_manifest([*rows([3, 1, 4]), ("b", 2, 5, "")], root=tmp_path, failures={"dns": 2}, facts=facts)
+    path = written.save(tmp_path)
     tree = json.loads(path.read_text())
     assert path.read_text() == json.dumps(tree, indent=1) + "\n"
-    assert tree["shards"] == [asdict(shard) for shard in manifest.shards]
-    path.write_text(json.dumps(dict(reversed(tree.items())), ensure_ascii=False))
-    stored = load_manifest(path)
-    assert (list(stored.shards), stored.facts) == (list(manifest.shards), facts)
+    assert tree["shards"] == [asdict(shard) for shard in written.shards]
+    for text in (path.read_text(), json.dumps(dict(reversed(tree.items())), ensure_ascii=False)):
+        path.write_text(text)
+        stored = load_manifest(path)
+        assert list(stored.shards) == list(pickle.loads(pickle.dumps(stored)).shards) == list(written.shards)
+        assert [stored.shards[i] for i in (0, 1, 2, -1)] == list(written.shards)
+        assert (stored.n, stored.bytes, stored.attempted, stored.digest) == (10, 805, 12, written.digest)
+        assert [stored.shard_of(i).offset for i in range(10)] == [0, 0, 0, 3, 4, 4, 4, 4, 8, 8]
+        assert (stored.failures, stored.facts) == ({"dns": 2}, facts)
     make_manifest([]).save(tmp_path)
     assert path.read_text() == json.dumps(json.loads(path.read_text()), indent=1) + "\n"
 
@@ -60,12 +40,11 @@ def test_what_is_no_manifest_is_refused(tmp_path):
     path = make_manifest(rows([3, 1])).save(tmp_path)
     text = path.read_text()
     changed = [
-        ('"samples": 3', '"samples": 2', "contradicts itself"),
+        ('"samples": 3', '"samples": 2', "contradict each other"),
         ('"samples": 3', '"samples": 0', "1 are empty"),
         ('"version": 1', '"version": 2', "version 2"),
         ('"sha256"', '"md5"', "it lacks 'sha256'"),
         ("\n ]\n}", "", "is damaged"),
-        ('"a/000', '"' + "a" * 5000 + "/000", "4,096 bytes"),
         ('"a/000', '3, "x": "', "is damaged"),
         ('"samples": 3,\n   "b', '"samples": "3",\n   "b', "is damaged"),
         ('"samples": 3,\n   "b', f'"samples": {2**63},\n   "b', "is damaged"),

@@ -97,16 +97,13 @@ def test_an_orientation_in_xmp_is_ignored_as_by_browsers(kind, tmp_path):
         assert_all(body, tmp_path, picture())
 
 
-def test_invalid_and_damaged_orientations_count_as_none(tmp_path):
+def test_invalid_and_damaged_orientations_count_as_none_and_late_ones_count(tmp_path):
     for kind, orientation in itertools.product(("JPEG", "PNG", "WEBP", "TIFF"), (0, 9, 77)):  # AVIF has no such values
         body = encoded(kind, orientation=orientation)
         assert_all(body, tmp_path, picture())
         assert kind == "TIFF" or convert(body).body == body
+    png = images.encoded(picture(), "PNG")
+    late = chunk_added(png, b"eXIf", exif_data(6)[6:], place=len(png) - 12)  # after the pixels: it counts
+    assert_all(late, tmp_path, picture().transpose(Image.Transpose.ROTATE_270))
     for data in (b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0" + b"\xff" * 40, b"\0" * 9):
         assert_all(images.encoded(picture(), "JPEG", quality=98, exif=data), tmp_path, picture())
-
-
-def test_exif_data_after_the_pixels_count(tmp_path):
-    png = images.encoded(picture(), "PNG")
-    body = chunk_added(png, b"eXIf", exif_data(6)[6:], place=len(png) - 12)
-    assert_all(body, tmp_path, picture().transpose(Image.Transpose.ROTATE_270))

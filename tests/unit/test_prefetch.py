@@ -100,18 +100,15 @@ def test_batches_keep_their_order_and_none_is_fetched_past_the_last_step_or_on_a
     on_cpu.fetch_ahead(0)
     assert on_cpu._ahead is None
 
-
-@pytest.mark.usefixtures("streams")
-def test_an_error_while_prefetching_is_raised_when_that_batch_is_due():
-    def source() -> Iterator[Any]:
+    def failing() -> Iterator[Any]:
         yield batch("a")
         raise ValueError("the second")
 
-    batches = prefetched(source())
+    batches = prefetched(failing())
     batches.next()
     batches.fetch_ahead(0)
     batches.wait()
-    with pytest.raises(ValueError, match="the second"):
+    with pytest.raises(ValueError, match="the second"):  # when that batch is due
         batches.next()
 
 

@@ -52,18 +52,6 @@ def test_an_altered_shard_is_noticed_at_its_end_wherever_reading_begins(tmp_path
         assert [record.problem for record in read.read(0)] == [""] * 5
 
 
-def test_urls_give_the_same_records_and_are_hashed_too(tmp_path):
-    manifest = write_shards(tmp_path, [5, 4])
-    rows = [(f"file://{tmp_path / s.name}", s.samples, s.bytes, s.sha256) for s in manifest.shards]
-    remote = make_manifest(rows)
-    check_shards(remote, World())
-    for position in (0, 3, 6):
-        assert list(reader(remote, altered_shards="stop").read(position)) == list(reader(manifest).read(position))
-    alter(tmp_path / "00000.tar")
-    with pytest.raises(UserError, match="are not those of its manifest"):
-        list(reader(remote, altered_shards="stop").read(0))
-
-
 class Flaky(MemoryFileSystem):
     """A store whose constructor refuses unknown arguments, like S3's."""
 
@@ -205,7 +193,7 @@ def test_every_answer_of_a_store_is_reported(tmp_path, monkeypatch):
         (Store(FileNotFoundError("no such key")), r"1 are missing \(s3://bucket/00000.tar\)"),
         (Store(None), "does not report its size"),
         (Store(99), "has 99 bytes, not 100"),
-        (Store(ImportError("Install s3fs to access S3")), "a package that is not installed: Install s3fs"),
+        (Store(ImportError("Install s3fs to access S3")), r"cannot be accessed \(Install s3fs"),
         (unreadable, r"exists, but cannot be read \(TypeError: unexpected keyword"),
     ]:
         monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, store=store: (store, url))

@@ -1,17 +1,22 @@
-"""From encoded bytes to pixels: deterministic crops, and two decoders that accept exactly the same images.
+"""How a sample becomes tensors: deterministic crops, two decoders that accept exactly the same images, and tokens.
 
 Crops are open_clip's RandomResizedCrop with hashes in place of random numbers. With its defaults (scale 0.9 to 1), no
 random crop fits an image whose longer side is more than 1.5 times the shorter one, so such an image always gets the
-same central crop; this is reproduced on purpose.
+same central crop; this is reproduced on purpose. Captions become the ids of CLIP's byte-pair tokenizer, from plain
+tables, so that the loader's workers need not import open_clip.
 """
 
 from __future__ import annotations
 
 import functools
+import html
+import itertools
 import math
+import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import simplejpeg
@@ -20,8 +25,8 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.data.data_config import AugmentConfig, CropConfig
-from pipeline.data.order.hashing import Purpose, draw, key, permutation, uniform
+from pipeline.data.data_config import CENTRAL_SQUARE, AugmentConfig, CropConfig
+from pipeline.data.order.mixture import Purpose, draw, key, permutation, uniform
 from pipeline.data.shards.tar_reader import CorruptSample, rgb_image
 from pipeline.pictures import jpeg
 from pipeline.pictures.pixels import WHITE, Colour
@@ -32,11 +37,15 @@ ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
 GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
 """Limits of what is decoded on a GPU: pixels, encoded bytes, and how many times a crop's side may be reduced."""
+CACHED_WORDS = 200_000
+CACHED_LENGTH = 32
+# ftfy changes ASCII text only if it contains control characters or HTML entities; any other ASCII text skips it.
+NEEDS_CLEANING = re.compile(r"[^\t\n\r\x20-\x25\x27-\x7e]")
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
     """`(top, left, height, width)` in pixels of a crop by torchvision's rule and the hash key `state`."""
-    if crop.fixed:  # the rule would move the crop of an image that is a pixel wider than high
+    if crop == CENTRAL_SQUARE:  # the rule would move the crop of an image that is a pixel wider than high
         return _central_box(height, width, ratio=crop.ratio)
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
     for attempt in range(CROP_ATTEMPTS):
@@ -71,17 +80,12 @@ def augmented(image: Tensor, *, augment: AugmentConfig, state: int) -> Tensor:
                 low = max(0.0, 1 - strength)
                 picture = ENHANCERS[kind](picture).enhance(low + (1 + strength - low) * share)
             elif strength:
-                picture = _with_hue(picture, shift=strength * (2 * share - 1))
+                hsv = np.array(picture.convert("HSV"))
+                hsv[..., 0] += np.uint8(int(strength * (2 * share - 1) * 255) % 256)
+                picture = Image.frombytes("HSV", picture.size, hsv.tobytes()).convert("RGB")
     if uniform(state, 1) < augment.gray_scale_prob:
         picture = picture.convert("L").convert("RGB")
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-
-
-def _with_hue(picture: Image.Image, *, shift: float) -> Image.Image:
-    """With hues shifted by a share of the circle, as by torchvision."""
-    hsv = np.array(picture.convert("HSV"))
-    hsv[..., 0] += np.uint8(int(shift * 255) % 256)
-    return Image.frombytes("HSV", picture.size, hsv.tobytes()).convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class ImageDecoder:
     max_pixels: int
     background: Colour = WHITE
     """Behind what is transparent."""
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    augment: AugmentConfig | None = None
+    """None: colours stay."""
     gpu: str | None = None
     """The GPU to which `gpu_decode` leaves ordinary JPEGs, with versions: part of what determines pixels."""
 
@@ -119,7 +124,7 @@ class ImageDecoder:
         image = self._fast(data, state) if self.mode == "fast" else None
         if image is None:
             image = self._exact(data, state)
-        return augmented(image, augment=self.augment, state=state) if self.augment else image
+        return image if self.augment is None else augmented(image, augment=self.augment, state=state)
 
     def for_gpu(self, data: bytes, *, state: int) -> EncodedJpeg | None:
         """What a GPU needs to decode an image; None if it is to be decoded here. Raises CorruptSample as a call does.
@@ -128,37 +133,32 @@ class ImageDecoder:
         that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here. So are large ones,
         and those that torch cannot resize on a GPU, whose kernel has shared memory for a factor of 47.
         """
-        if data[:2] != b"\xff\xd8" or not jpeg.is_plain(data):
-            return None
-        try:
-            height, width, colorspace = jpeg.header(data)
-        except ValueError:
-            return None
-        self._check(height, width)
-        if colorspace != "YCbCr" or not 0 < height * width <= GPU_IMAGE_PIXELS:
+        height, width, colorspace = self._header(data)
+        if colorspace != "YCbCr" or not 0 < height * width <= GPU_IMAGE_PIXELS or not jpeg.is_plain(data):
             return None
         box = crop_box(height, width, crop=self.crop, state=state)
         if len(data) > min(3 * height * width, GPU_IMAGE_BYTES) or max(box[2:]) > GPU_REDUCTION * self.size:
             return None
         return EncodedJpeg(data, (height, width), box)
 
-    def _check(self, height: int, width: int) -> None:
+    def _header(self, data: bytes) -> tuple[int, int, str]:
+        """Height, width and colour space of a JPEG by libjpeg-turbo; zeros if it reads no JPEG."""
+        try:
+            height, width, colorspace = jpeg.header(data) if data[:2] == b"\xff\xd8" else (0, 0, "")
+        except ValueError:
+            return 0, 0, ""
         if height * width > self.max_pixels:
             raise CorruptSample("image has too many pixels")
+        return height, width, colorspace
 
     def _fast(self, data: bytes, state: int) -> Tensor | None:
         """The crop of a JPEG by libjpeg-turbo and torch; None if Pillow has to decode the image."""
-        if data[:2] != b"\xff\xd8":
+        height, width, colorspace = self._header(data)
+        if colorspace not in RGB_JPEG:
             return None
         try:
-            height, width, colorspace = jpeg.header(data)
-            self._check(height, width)
             jpeg.check_scans(data)
-            if colorspace not in RGB_JPEG:
-                return None
             pixels_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
-        except CorruptSample:
-            raise
         except (ValueError, MemoryError):
             return None
         top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
@@ -203,3 +203,94 @@ def normalize(
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     """fp32 [1, C, 1, 1], cached because copying it to the device in every step would wait for the device."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """The cached equivalent of what `open_clip.get_tokenizer` returns; the tokenizer itself if it is another's."""
+    from open_clip import tokenizer as reference
+
+    plain = type(tokenizer) is reference.SimpleTokenizer and tokenizer.reduction_fn is None
+    if not plain or tokenizer.clean_fn is not reference.get_clean_fn("lower"):
+        return tokenizer
+    return CachedTokenizer(
+        context_length=tokenizer.context_length,
+        pattern=tokenizer.pat.pattern,
+        ids=tokenizer.encoder,
+        ranks=tokenizer.bpe_ranks,
+        letters=tokenizer.byte_encoder,
+        special={tokenizer.decoder[number]: number for number in tokenizer.all_special_ids},
+        start=tokenizer.sot_token_id,
+        end=tokenizer.eot_token_id,
+    )
+
+
+@dataclass
+class CachedTokenizer:
+    """Captions -> int64 [b, context_length]: start token, lower-cased byte pairs, cut if too long, end token, zeros."""
+
+    context_length: int
+    pattern: str
+    """Regular expression that splits text into words."""
+    ids: Mapping[str, int]
+    """Byte-pair symbol -> id."""
+    ranks: Mapping[tuple[str, str], int]
+    """Pair of symbols -> rank of its merge."""
+    letters: Mapping[int, str]
+    """Byte -> printable character that represents it."""
+    special: Mapping[str, int]
+    """Tokens that are never split -> id."""
+    start: int
+    end: int
+    _cache: dict[str, list[int]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        result = np.zeros((len(texts), self.context_length), dtype=np.int64)
+        for row, text in zip(result, texts, strict=True):
+            if NEEDS_CLEANING.search(text):
+                import ftfy
+
+                text = html.unescape(html.unescape(ftfy.fix_text(text)))
+            ids = [self.start]
+            for word in " ".join(text.split()).lower().split(" "):  # no token contains a space
+                ids += self._cache.get(word) or self._encode_word(word)
+                if len(ids) >= self.context_length - 1:
+                    break
+            ids = [*ids[: self.context_length - 1], self.end]
+            row[: len(ids)] = ids
+        return torch.from_numpy(result)
+
+    @functools.cached_property
+    def _words(self) -> Any:
+        import regex
+
+        return regex.compile(self.pattern, regex.IGNORECASE)
+
+    def _encode_word(self, word: str) -> list[int]:
+        ids: list[int] = []
+        for token in self._words.findall(word):
+            stand_in = "".join(self.letters[byte] for byte in token.encode("utf-8"))
+            ids += [self.special[stand_in]] if stand_in in self.special else self._merge(stand_in)
+        if len(word) <= CACHED_LENGTH:
+            if len(self._cache) >= CACHED_WORDS:
+                self._cache.clear()
+            self._cache[word] = ids
+        return ids
+
+    def _merge(self, token: str) -> list[int]:
+        """Byte-pair encoding: merge all pairs of the lowest rank, until no pair has a rank."""
+        parts = [*token[:-1], token[-1] + "</w>"]
+        never = len(self.ranks)
+        while len(parts) > 1:
+            best = min(itertools.pairwise(parts), key=lambda pair: self.ranks.get(pair, never))
+            if best not in self.ranks:
+                break
+            merged, i = [], 0
+            while i < len(parts):
+                if i + 1 < len(parts) and (parts[i], parts[i + 1]) == best:
+                    merged.append(parts[i] + parts[i + 1])
+                    i += 2
+                else:
+                    merged.append(parts[i])
+                    i += 1
+            parts = merged
+        return [self.ids[part] for part in parts]

@@ -8,7 +8,6 @@ import io
 import itertools
 import logging
 import math
-import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -61,9 +60,9 @@ def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.dev
     """Decode JPEGs with nvJPEG through torchvision, crop and resize them: uint8 [3, size, size] each, in order.
 
     An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
-    do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
-    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate. On a CPU, torchvision's
-    libjpeg-turbo decodes. CorruptSample if no decoder can read the image after the last that was returned.
+    do, so the same decoded pixels give results within 2 of 255. nvJPEG's pixels are others, above all in chroma, which
+    torchvision does not ask it to interpolate. CorruptSample if no decoder can read the image after the last that was
+    returned.
     """
     start = pixels = 0
     for i, image in enumerate(images):
@@ -90,10 +89,7 @@ def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch
     except RuntimeError as error:  # of one of them: none is returned
         if device.type == "cuda":
             torch.cuda.empty_cache()  # nvJPEG allocates outside of torch's memory
-        if not refused_before.is_set():
-            refused_before.set()
-            why = str(error).splitlines()[0]
-            log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", why)
+        _warn_of_refusal(str(error).splitlines()[0])
         for i, file in enumerate(files):
             with contextlib.suppress(RuntimeError):
                 decoded[i] = read(file)
@@ -107,8 +103,9 @@ def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch
         yield window[0].to(torch.uint8)
 
 
-refused_before = threading.Event()
-"""Whether this process has said that the GPU refused an image."""
+@functools.cache  # once for each reason
+def _warn_of_refusal(why: str) -> None:
+    log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", why)
 
 
 def gpu_that_decodes(world: World) -> str | None:

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.data.data_config import MAX_PIXELS, PREFETCH, DataConfig, default_workers
+from pipeline.data.data_config import MAX_PIXELS, NO_COLOURS, PREFETCH, DataConfig, default_workers
 from pipeline.data.loading.blocks import Blocks
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
@@ -36,7 +36,7 @@ from pipeline.data.loading.position import (
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.worker import Part, StreamDataset, Tokenize, prepare_workers, start_parts
 from pipeline.data.order.canonical_order import make_order
-from pipeline.data.order.hashing import MASK
+from pipeline.data.order.mixture import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
@@ -47,6 +47,10 @@ from pipeline.pictures.pixels import colour_of
 
 PATIENCE_SECONDS = 2.0
 """After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
+MEMORY = (
+    f"Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and {PREFETCH} "
+    "batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates the memory."
+)
 log = logging.getLogger(__name__)
 
 
@@ -74,30 +78,18 @@ class Batch:
 def build_loader(
     config: DataConfig, *, world: World, global_batch: int, seed: int, image_size: int, tokenize: Tokenize
 ) -> Loader:
-    """The loader of this rank, at the start of epoch 0.
+    """The loader of this rank, at the start of epoch 0, for batches of `global_batch` samples over all ranks.
 
-    Args:
-        config: The `data` section.
-        world: This rank.
-        global_batch: Samples of a batch over all ranks.
-        seed: Of the order, crops and choices of captions.
-        image_size: Side of the decoded images, in pixels.
-        tokenize: Captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
-
-    Raises:
-        UserError: The settings do not fit together, shards do not match their manifest, or this machine cannot run
-            the workers.
+    `tokenize` (captions -> int64 [b, L]) runs in the workers, so it must be picklable if there are any. UserError if
+    the settings do not fit together, shards do not match their manifest, or this machine cannot run the workers.
     """
     order = make_order(config, ranks=world.size, global_batch=global_batch, seed=seed)
     share = config.streams // world.size
-    workers = default_workers(world.cores) if config.workers is None else config.workers
-    if config.workers and workers > share and world.is_main:
-        log.warning("data.workers = %d, but a rank has %d streams and uses one worker for each.", workers, share)
-    workers = min(workers, share)
+    workers = min(share, default_workers(world.cores) if config.workers is None else config.workers)
     decoder = ImageDecoder(
         size=image_size,
         crop=config.crop,
-        augment=config.augment,
+        augment=None if config.augment == NO_COLOURS else config.augment,
         mode="fast" if config.decoding == "gpu" else config.decoding,
         max_pixels=MAX_PIXELS,
         background=colour_of(config.background),
@@ -122,19 +114,16 @@ class Loader:
     """An endless iterator of batches, across epochs. Close it, or use it as a context manager, to end its workers."""
 
     def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset, workers: int) -> None:
-        self._config, self._world, self._dataset = config, world, dataset
-        self.workers = workers
-        """Decoding processes of this rank."""
-        self.order = dataset.order
-        self.mixture, self.layout = self.order.mixture, self.order.layout
+        self._config, self._world, self._dataset, self.workers = config, world, dataset, workers
+        self.order, self.mixture, self.layout = dataset.order, dataset.order.mixture, dataset.order.layout
         self.n = self.mixture.manifest.n
         """Number of distinct samples; ids run over [0, n)."""
         self.steps_per_epoch = self.layout.steps
         self.position = Position()
         """Position after the last batch that was returned."""
-        self._blocks: Blocks | None = None
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up."""
+        self._blocks: Blocks | None = None
         self._parts: Iterator[Part | UserError] = iter(())
         self._reading: Sequence[int] = []
 
@@ -169,15 +158,10 @@ class Loader:
         image = self._blocks.take()  # type: ignore[union-attr]
         if self._dataset.decoder.gpu is not None:
             image = whole_batch(parts, image, device=self._world.device, manifest=self.mixture.manifest)
-        batch = Batch(
-            image=image,
-            text=self._pinned(np.concatenate([part.text for part in parts])),
-            sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
-            position=position,
-            replaced=fresh.total(),
-        )
+        text = self._pinned(np.concatenate([part.text for part in parts]))
+        sample_id = self._pinned(np.concatenate([part.sample_id for part in parts]))
         self.position = position
-        return batch
+        return Batch(image, text, sample_id, position, replaced=fresh.total())
 
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""
@@ -201,10 +185,7 @@ class Loader:
         return report(position or self.position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """The state after the batch with this `position` (default: the last one), as plain values. Collective.
-
-        It is the same on every rank, and for any number of ranks and workers.
-        """
+        """The state after a batch (default: the last one), as plain values: the same for any ranks. Collective."""
         position = position or self.position
         hashed, corrupt = merged(position, self._world)
         return {
@@ -217,9 +198,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch at which `state_dict` was called; UserError if it was in another order.
 
-        Rank 0 takes over the counts so far. If these exceed `corrupt_limit`, the run was stopped for them, and the data
-        may have been mended since: only further ones stop it again. A different decoding is allowed with a warning: it
-        changes pixels, not the order.
+        If its counts exceed `corrupt_limit`, the run was stopped for them, and the data may have been mended since:
+        only further ones stop it again. Another decoding changes pixels, not the order: it is allowed, with a warning.
         """
         self.close()
         corrupt = Counts({(reason, shard): count for reason, shard, count in state["corrupt"]})
@@ -266,12 +246,7 @@ class Loader:
                 if "DataLoader timed out" not in str(error):  # after that, the same part can be asked for again
                     if not (self.workers and means_worker_died(error)):
                         raise
-                    memory = (
-                        "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, "
-                        f"and {PREFETCH} batches: lower data.shuffle_buffer or data.workers. `neuclip plan` estimates "
-                        "the memory."
-                    )
-                    raise UserError(worker_died_message(error, memory=memory)) from error
+                    raise UserError(worker_died_message(error, memory=MEMORY)) from error
             waited = time.monotonic() - began
             if waited > PATIENCE_SECONDS and self.stopped():
                 self._kill_workers()

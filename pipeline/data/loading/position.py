@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.order.canonical_order import CANONICAL, Layout, Order, planned_ids
-from pipeline.data.order.hashing import MASK, order_hash
+from pipeline.data.order.mixture import MASK, order_hash
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.pictures.pixels import colour_name
@@ -61,7 +61,7 @@ class DataReport:
 
 def has_too_many(corrupt: int, position: Position, layout: Layout, *, limit: float) -> bool:
     """Whether more than `limit` of an epoch's samples up to a position are corrupt: of at least a tenth of the epoch or
-    10,000 samples, since a single lost shard would be a large share early in an epoch.
+    10,000, since a single lost shard would be a large share early in an epoch.
     """
     samples, planned = (batches * layout.global_batch for batches in (position.batch, layout.steps))
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
@@ -153,14 +153,15 @@ def _proof(order: Order, position: Position) -> str:
 
 def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
     """Plain values that determine the pixels of an encoded image and a crop."""
-    augment = decoder.augment
-    colours = [*augment.color_jitter, augment.color_jitter_prob, augment.gray_scale_prob]
+    augment, colours = decoder.augment, []
+    if augment is not None:
+        colours = [*augment.color_jitter, augment.color_jitter_prob, augment.gray_scale_prob]
     return {
         "image size": decoder.size,
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.background": colour_name(decoder.background),
         "data.decoding": f"gpu ({decoder.gpu})" if decoder.gpu else decoder.mode,
-        "data.augment": colours if augment else "off",
+        "data.augment": colours or "off",
         **{f"{name} version": version_of(name) for name in DECODERS},
     }
 

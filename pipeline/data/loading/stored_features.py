@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from pipeline.config import first_problem
-from pipeline.data.data_config import IMAGES, DataConfig
+from pipeline.data.data_config import CENTRAL_SQUARE, IMAGES, DataConfig
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.files import read_bounded
@@ -54,9 +54,9 @@ class FeatureFile:
 
     def __post_init__(self) -> None:
         record = np.dtype([("crc32", "<u4"), ("values", self.dtype, (self.dim,))])
-        facts = {"descr": np.lib.format.dtype_to_descr(record), "fortran_order": False, "shape": (self.samples,)}
-        out = io.BytesIO()
-        np.lib.format.write_array_header_1_0(out, facts)
+        out, descr = io.BytesIO(), np.lib.format.dtype_to_descr(record)
+        shape = {"descr": descr, "fortran_order": False, "shape": (self.samples,)}
+        np.lib.format.write_array_header_1_0(out, shape)
         self.header, self.record_bytes = out.getvalue(), record.itemsize
         self.file_bytes = len(self.header) + self.samples * self.record_bytes
 
@@ -75,10 +75,10 @@ class FeatureFile:
         return self._descriptor
 
     def create(self) -> None:
-        """Open the file for writing: a new one, or what a killed process left of it, which is extended.
+        """Open the file for writing: a new one, or what a killed process left of it, also in several processes at once.
 
-        Every process may call this at the same time. The disk's blocks are taken as records are written. UserError if
-        the disk has too little space for the missing records, or there is another file; OSError if it cannot be made.
+        UserError if there is another file, or too little space, which is taken as records are written; OSError if it
+        cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -153,9 +153,15 @@ class FeatureFacts:
         return 2 if self.tower is None else 1
 
     def file(self, folder: Path) -> FeatureFile:
-        """The file of the features: those of images, and a teacher's of the text behind them."""
+        """The file of the features: those of images, and a teacher's of the text behind them.
+
+        Its seed depends on what determines the records, so that those of another model or data are not valid.
+        """
         dtype = "<f2" if self.tower is None else "<f4"
-        return FeatureFile(folder / FEATURES, self.samples, self.sides * self.dim, dtype, self._seed)
+        names = ["model", "data", "caption", "samples", "dim", "crops", *(["tower"] if self.tower else [])]
+        plain = asdict(self)
+        seed = zlib.crc32(json.dumps([plain[name] for name in names]).encode()) or 1
+        return FeatureFile(folder / FEATURES, self.samples, self.sides * self.dim, dtype, seed)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -163,13 +169,6 @@ class FeatureFacts:
         names = ("model", "caption", "tau", "bias", "crops") if self.tower is None else ("tower", "crops")
         plain = json.loads(json.dumps(asdict(self)))
         return {name: plain[name] for name in names}
-
-    @property
-    def _seed(self) -> int:
-        """CRC-32 of what determines the records, so that those of another model or data are not valid."""
-        plain = asdict(self)
-        names = ["model", "data", "caption", "samples", "dim", "crops", *(["tower"] if self.tower else [])]
-        return zlib.crc32(json.dumps([plain[name] for name in names]).encode()) or 1
 
 
 class StoredFeatures:
@@ -190,10 +189,7 @@ class StoredFeatures:
                 raise ValueError(f"these are {kind}")
             self.file = self.facts.file(folder)
             self.file.open()
-            stored = tree.get("stored", 0)
-            if not (type(stored) is int and 0 <= stored <= self.facts.samples):
-                raise ValueError(f"{FACTS} says that {stored} of {self.facts.samples} samples have features")
-            self.missing = self.facts.samples - stored
+            self.missing: int = self.facts.samples - tree.get("stored", 0)
             """Samples without features, such as corrupt ones."""
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             why = first_problem(error, file=FACTS) if isinstance(error, ValidationError) else error
@@ -214,14 +210,13 @@ class StoredFeatures:
 
     def describe(self) -> str:
         """The model, and what has no features, for the log."""
-        facts, lacks = self.facts, ""
-        if self.missing:
-            lacks = (
-                f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one "
-                "that the loader can read"
-            )
+        facts = self.facts
         tau = f", tau {facts.tau:.4g}" if facts.tower is None else ""
-        return f"{facts.source} (weights {facts.model[:12]}{tau}{lacks})"
+        lacks = (
+            f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one that "
+            "the loader can read"
+        )
+        return f"{facts.source} (weights {facts.model[:12]}{tau}{lacks if self.missing else ''})"
 
     def read(self, sample_ids: Tensor) -> Tensor:
         """The features [sides, b, d] of samples, [b] int64; UserError if those of one are missing or damaged."""
@@ -236,9 +231,8 @@ class StoredFeatures:
 
 def how_to_write(setting: str, folder: str | Path) -> str:
     """The command that writes the features that a setting names."""
-    return (
-        f"`neuclip features {'MODEL --images-only' if setting == IMAGES else 'TEACHER'} --data DATA --output {folder}`"
-    )
+    model = "MODEL --images-only" if setting == IMAGES else "TEACHER"
+    return f"`neuclip features {model} --data DATA --output {folder}`"
 
 
 def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[str, str]) -> dict[str, StoredFeatures]:
@@ -258,7 +252,7 @@ def open_features(data: DataConfig, digests: Iterable[str], *, named: Mapping[st
                 f"({'; '.join(f'{given[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
                 "data.sources, in their order, with --caption as in data.caption."
             )
-        if facts.tower is not None and not data.crop.fixed:
+        if facts.tower is not None and data.crop != CENTRAL_SQUARE:
             raise UserError(
                 f"{stored.named} are of the central square of each image: set data.crop.scale=[1,1] "
                 "data.crop.ratio=[1,1]."

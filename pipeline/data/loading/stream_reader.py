@@ -28,13 +28,13 @@ class SequentialReader:
     """Samples at consecutive positions of an epoch, across shards. Bad data does not raise: the record says why.
 
     A shard that fails is opened again at the sample where it failed. After `retries` further failures without a new
-    sample, with growing pauses, its remaining samples count as lost for the rest of the epoch.
+    sample, with growing pauses, its remaining samples are lost for the rest of the epoch.
     """
 
     mixture: Mixture
     segments: Segments
     retries: int
-    captions: tuple[CaptionField, ...] = (CaptionField(),)
+    captions: tuple[CaptionField, ...]
     """Where captions are, by source."""
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
@@ -57,17 +57,17 @@ class SequentialReader:
 
     def caption(self, shard: int) -> CaptionField:
         """Where the captions of a shard's samples are."""
-        return self.captions[min(self._source(shard), len(self.captions) - 1)]
+        return self.captions[self._source(shard)]
 
     def _source(self, shard: int) -> int:
         return bisect.bisect_right(self.mixture.bounds, shard) - 1
 
     def _read_shard(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
-        stored = self.mixture.manifest.shards[shard]
+        stored, source = self.mixture.manifest.shards[shard], self._source(shard)
         url = self.mixture.manifest.url(stored)
-        index = load_index(self.mixture.folders[self._source(shard)], sha256=stored.sha256, samples=stored.samples)
-        suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
+        index = load_index(self.mixture.folders[source], sha256=stored.sha256, samples=stored.samples)
+        suffix, size = self.captions[source].suffix, stored.bytes / stored.samples
         common: dict[str, Any] = {"caption_suffix": suffix, "sample_bytes": size, "index": index}
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
@@ -106,7 +106,6 @@ class SequentialReader:
             yield TarRecord(problem=self.lost[shard][1])
 
     def _check(self, number: int, shard: Shard, digest: str | None) -> None:
-        """Compare a shard's digest, if it was computed, with the manifest's."""
         if digest in (None, shard.sha256):
             return
         message = (

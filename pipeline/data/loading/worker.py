@@ -23,7 +23,7 @@ from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
-from pipeline.data.order.hashing import Purpose, draw, key, order_hash
+from pipeline.data.order.mixture import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.errors import UserError
@@ -31,8 +31,6 @@ from pipeline.errors import UserError
 Tokenize = Callable[[list[str]], Tensor]
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
-WORKER_IMPORTS = (__name__, "pipeline.data.loading.tokenize")
-"""What the fork server imports once, for all workers."""
 WAIT_SECONDS = 1.0
 """How often a wait for a worker process asks whether it is to end."""
 
@@ -53,10 +51,7 @@ class Part:
 
 
 class EpochRows:
-    """The rows of a worker's `streams` in the batches of one epoch, from `batch` on, decoded in order.
-
-    `on_sample` is called with the id of each sample before it is read.
-    """
+    """The rows of a worker's `streams` in the batches of one epoch, from `batch` on, decoded in order."""
 
     def __init__(
         self, dataset: StreamDataset, streams: range, *, epoch: int, batch: int, on_sample: Callable[[int], None]
@@ -86,16 +81,9 @@ class EpochRows:
                 except CorruptSample as error:
                     corrupt[(str(error), self._order.mixture.manifest.shards[sample.shard].name)] += 1
                     ids.append(self._substitute(stream, turn, first=error))
-        sample_id = np.array(ids, np.int64)
-        return Part(
-            epoch=self._epoch,
-            batch=batch,
-            text=self._dataset.tokenize(self._captions).numpy(),
-            sample_id=sample_id,
-            order_hash=order_hash(sample_id, epoch=self._epoch, batch=batch, first_row=rows * self._streams.start),
-            corrupt=corrupt,
-            encoded=tuple(self._encoded),
-        )
+        text, sample_id = self._dataset.tokenize(self._captions).numpy(), np.array(ids, np.int64)
+        hashed = order_hash(sample_id, epoch=self._epoch, batch=batch, first_row=rows * self._streams.start)
+        return Part(self._epoch, batch, text, sample_id, hashed, corrupt, tuple(self._encoded))
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -104,19 +92,16 @@ class EpochRows:
     def _add(self, sample: StreamSample, stream: int, turn: int) -> None:
         """Decode a sample as the next row, that of a turn of a stream.
 
-        The row's number in the epoch keys the crop: a sample may occur more than once in an epoch.
-
-        Raises:
-            CorruptSample: It cannot be used; no row is added.
-            UserError: Its features should be stored, and are not.
+        CorruptSample if it cannot be used; no row is added. UserError if its features should be stored, and are not.
         """
         record, decoder, features = sample.record, self._dataset.decoder, self._dataset.features
         if record.problem or sample.shard in self._source.altered:
             raise CorruptSample(record.problem or ALTERED)
         if record.image is None:
             raise CorruptSample("image is missing")
+        # The row's number in the epoch is the key of the crop: a sample may occur more than once in an epoch.
         number, row = stream * self._order.layout.stream_length + turn, len(self._captions)
-        text = self._source.caption(sample.shard).read(record, state=draw(self._choices, number))
+        text = self._source.caption(sample.shard).read(record, number=draw(draw(self._choices, number), 0))
         state = draw(self._crops, number)
         if features is not None:
             if features.read(sample.id) is None:
@@ -132,9 +117,7 @@ class EpochRows:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
         for other, at in self._candidates(stream, turn):
-            reader = (
-                self._readers[stream] if other == stream else self._open(other, turn=self._order.layout.stream_length)
-            )
+            reader = self._readers[other] if other == stream else self._open(other)
             sample = reader.peek(at)
             try:
                 self._add(sample, stream, turn)
@@ -171,8 +154,10 @@ class EpochRows:
             if other // b != batch or layout.steps == 1:
                 yield stream, other
 
-    def _open(self, stream: int, *, turn: int) -> StreamReader:
+    def _open(self, stream: int, *, turn: int | None = None) -> StreamReader:
+        """A reader of a stream from a turn on; without one, only to peek."""
         order = self._order.stream(epoch=self._epoch, stream=stream)
+        turn = order.length if turn is None else turn
         return StreamReader(self._source, order=order, first=stream * order.length, turn=turn)
 
 
@@ -185,10 +170,9 @@ class StreamDataset(IterableDataset[Part | UserError]):
     decoder: ImageDecoder
     tokenize: Tokenize
     retries: int
-    captions: tuple[CaptionField, ...] = (CaptionField(),)
+    captions: tuple[CaptionField, ...]
     """Where captions are, by source."""
-    altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
-    """See DataConfig."""
+    altered_shards: Literal["stop", "skip", "ignore"]
     features: FeatureFile | None = None
     """Stored image features, which replace decoded images."""
     epoch: int = 0
@@ -236,13 +220,9 @@ def allow_open_files() -> int:
 
 
 def prepare_workers(workers: int, *, tokenize: Tokenize, streams: int) -> None:
-    """Check that a rank's workers can run on this machine, and start the process that forks them.
-
-    It starts before the model is built, so that its imports overlap with that.
-
-    Raises:
-        UserError: `tokenize` cannot be pickled, or too few files may be open: the rank's `streams` keep shards open,
-            and workers have pipes and semaphores.
+    """Check that a rank's workers can run on this machine, and start the process that forks them, whose imports overlap
+    with building the model. UserError if `tokenize` cannot be pickled, or too few files may be open: the rank's
+    `streams` keep shards open, and workers have pipes and semaphores.
     """
     try:
         pickle.dumps(tokenize)
@@ -258,7 +238,7 @@ def prepare_workers(workers: int, *, tokenize: Tokenize, streams: int) -> None:
             f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
             "nofile=65536), or lower data.workers or data.streams."
         )
-    preload(*WORKER_IMPORTS)
+    preload(__name__)  # once, for all workers
     start_forkserver()
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.hashing import Purpose, draws, key
-from pipeline.data.order.mixture import Mixture, Segments, load_mixture, plan_epoch
+from pipeline.data.order.mixture import Mixture, Purpose, Segments, draws, key, load_mixture, plan_epoch
 from pipeline.errors import UserError
 from pipeline.registries import Registry
 
@@ -59,9 +58,12 @@ class Layout:
 def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1) -> Layout:
     """The sizes of an epoch; UserError if the numbers do not fit together."""
     if global_batch % streams:
+        divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
+        below, above = [d for d in divisors if d < streams][-1], [d for d in divisors if d > streams][:1]
         raise UserError(
             f"The global batch of {global_batch} is not divisible by data.streams = {streams}: every stream fills the "
-            f"same number of rows. {_divisors(global_batch, near=streams)}"
+            f"same number of rows. The nearest numbers of streams that divide {global_batch} are "
+            f"{' or '.join(map(str, [below, *above]))}."
         )
     if streams % ranks:
         raise UserError(
@@ -84,13 +86,6 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
 def default_streams(global_batch: int) -> int:
     """The largest number of streams up to 64 that divides a batch: `data.streams` where it is not given."""
     return next(streams for streams in range(64, 0, -1) if global_batch % streams == 0)
-
-
-def _divisors(n: int, *, near: int) -> str:
-    below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
-    above = next((d for d in range(near, n + 1) if n % d == 0), below)
-    nearest = f"{below}" if below == above else f"{below} or {above}"
-    return f"The nearest numbers of streams that divide {n} are {nearest}."
 
 
 class StreamOrder:
@@ -131,18 +126,15 @@ class StreamOrder:
         recent = self.places(turn - 2 * self.buffer, turn)
         return first, set(recent[recent > first].tolist())
 
-    def _keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        """Sort keys of places [first, last) in units of 2^-32 places: exact integers, equal on every machine."""
-        places = np.arange(first, last)
-        shift = (draws(self._state, places) >> np.uint64(32)) * np.uint64(self.buffer)
-        return (places.astype(np.uint64) << np.uint64(32)) + shift
-
     def _sorted_block(self, block: int) -> tuple[int, Int64]:
         """The first turn whose key is in block number `block`, and the places of the block, sorted by key."""
         if self._cached[0] != block:
             low, high = block * self._block, (block + 1) * self._block
             first, last = max(0, low - self.buffer), min(self.length, high)
-            keys = self._keys(first, last)
+            # In units of 2^-32 places: exact integers, equal on every machine.
+            places = np.arange(first, last)
+            shift = (draws(self._state, places) >> np.uint64(32)) * np.uint64(self.buffer)
+            keys = (places.astype(np.uint64) << np.uint64(32)) + shift
             below = keys < np.uint64(low << 32)
             inside = np.flatnonzero(~below & (keys < np.uint64(high << 32)))
             ordered = inside[np.argsort(keys[inside], kind="stable")]
@@ -183,8 +175,8 @@ class Order:
 
     def stream(self, *, epoch: int, stream: int) -> StreamOrder:
         """The shuffle of one stream in one epoch."""
-        length = self.layout.stream_length
-        return stream_order(seed=self.seed, epoch=epoch, stream=stream, length=length, buffer=self.shuffle_buffer)
+        buffer, length = self.shuffle_buffer, self.layout.stream_length
+        return stream_order(seed=self.seed, epoch=epoch, stream=stream, length=length, buffer=buffer)
 
     def epoch_segments(self, epoch: int) -> Segments:
         """`segments`; UserError if what another order returns is not `mixture.epoch_samples` samples that exist."""
@@ -230,9 +222,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
 
     Reads no data.
     """
-    layout = order.layout
-    segments = order.epoch_segments(epoch)
-    offsets = order.mixture.manifest.shards.offsets
+    layout, segments, offsets = order.layout, order.epoch_segments(epoch), order.mixture.manifest.shards.offsets
     b, length = layout.rows, layout.stream_length
     ids = np.empty((last - first, layout.streams, b), dtype=np.int64)
     for c in range(layout.streams):

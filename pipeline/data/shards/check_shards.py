@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from pipeline.config import suggest
 from pipeline.cores import thread_map
 from pipeline.data.data_config import DataConfig, Source
-from pipeline.data.order.hashing import Purpose, key, permutation
-from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest
+from pipeline.data.order.mixture import Purpose, key, permutation
+from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import (
     IMAGE_SUFFIXES,
@@ -51,11 +51,11 @@ def check_captions(config: DataConfig) -> None:
     A source without a readable manifest or first shard is passed over: whatever reads the data reports it.
     """
     for source in config.sources:
-        try:
+        manifest = None
+        with suppress(UserError, OSError):
             manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
-        except (UserError, OSError):
-            continue
-        check_caption(manifest, source.caption or config.caption)
+        if manifest is not None:
+            check_caption(manifest, source.caption or config.caption)
 
 
 def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:
@@ -85,14 +85,12 @@ def check_shards(manifest: Manifest, world: World) -> int:
     local = [shard for shard in shards if is_local(manifest.url(shard))]
     remote = [shard for shard in shards if not is_local(manifest.url(shard))]
     remote = [remote[k] for k in permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED].tolist()]
-    checked, missing, other = local + remote, [], []
+    checked = local + remote
     with ThreadPoolExecutor(THREADS) as pool:
-        sizes = thread_map(pool, lambda shard: _size(manifest.url(shard)), checked, ahead=64)
-        for shard, size in zip(checked, sizes, strict=True):
-            if size is None:
-                missing.append(shard.name)
-            elif size != shard.bytes:
-                other.append(f"{shard.name} has {size} bytes, not {shard.bytes}")
+        sizes = list(thread_map(pool, lambda shard: _size(manifest.url(shard)), checked, ahead=64))
+    wrong = [(shard, size) for shard, size in zip(checked, sizes, strict=True) if size != shard.bytes]
+    missing = [shard.name for shard, size in wrong if size is None]
+    other = [f"{shard.name} has {size} bytes, not {shard.bytes}" for shard, size in wrong if size is not None]
     if missing or other:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "
@@ -100,10 +98,25 @@ def check_shards(manifest: Manifest, world: World) -> int:
             f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again (`neuclip verify` says how), or write a new "
             "manifest (`neuclip manifest --replace`)."
         )
-    for shard in remote[:1]:
-        _read(manifest.url(shard))
+    for url in [manifest.url(shard) for shard in remote[:1]]:
+        try:
+            with open_records(url, skip=1) as records:
+                next(records, None)
+        except Exception as error:
+            raise UserError(
+                f"The shard {url} exists, but cannot be read ({type(error).__name__}: {error}). A web server must "
+                "support range requests; for an object store, check the version of its client."
+            ) from error
     for shard in sorted(local, key=lambda shard: shard.bytes)[:1]:
-        _count(manifest, shard)
+        # In a damaged one, whose size is right, the readable samples are used, and the others count as corrupt.
+        with suppress(DamagedTar), open_shard(manifest.url(shard)) as file:
+            counted = sum(1 for _ in keys(file))
+            if counted != shard.samples:
+                raise UserError(
+                    f"{manifest.url(shard)} holds {counted} samples, but its manifest lists {shard.samples}: sample "
+                    "ids would be wrong. Write a new manifest with `neuclip manifest --replace`, or download the shard "
+                    "again."
+                )
     return len(checked)
 
 
@@ -118,39 +131,12 @@ def _size(url: str) -> int | None:
         size = filesystem.size(path)
     except FileNotFoundError:
         return None
-    except ImportError as error:
-        raise UserError(f"The shard {url} needs a package that is not installed: {error}") from error
     except Exception as error:  # clients of object stores raise exceptions of many types, some without a message
         reason = str(error) or type(error).__name__
         raise UserError(f"The shard {url} cannot be accessed ({reason}): check its path and access rights.") from error
     if size is None:
         raise UserError(f"The server of {url} does not report its size: use another kind of URL, or a local copy.")
     return int(size)
-
-
-def _read(url: str) -> None:
-    """Read the second sample of a remote shard, which tests access, seeking and the tar format."""
-    try:
-        with open_records(url, skip=1) as records:
-            next(records, None)
-    except Exception as error:
-        raise UserError(
-            f"The shard {url} exists, but cannot be read ({type(error).__name__}: {error}). A web server must support "
-            "range requests; for an object store, check the version of its client."
-        ) from error
-
-
-def _count(manifest: Manifest, shard: Shard) -> None:
-    try:
-        with open_shard(manifest.url(shard)) as file:
-            counted = sum(1 for _ in keys(file))
-    except DamagedTar:
-        return  # its size is right: the readable samples are used, the others count as corrupt
-    if counted != shard.samples:
-        raise UserError(
-            f"{manifest.url(shard)} holds {counted} samples, but its manifest lists {shard.samples}: sample ids would "
-            "be wrong. Write a new manifest with `neuclip manifest --replace`, or download the shard again."
-        )
 
 
 def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor], of: str, masked: bool) -> list[str]:

@@ -42,7 +42,8 @@ from pipeline.files import as_text
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains
 TEXT = CaptionField()
 EQUAL = "shards have the same bytes as another one, so that their samples are shown more than once"
-UNREAD = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+COMPRESSED = (".TAR", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+OTHER = f"files end in {' or '.join(COMPRESSED)}, and are not read"
 SHOWN = 5
 PROBED = 3
 """If so many first shards hold no usable sample, the scan stops."""
@@ -55,22 +56,19 @@ REPEATED = "files are ignored, because their sample has one of the same name alr
 
 @dataclass(frozen=True)
 class ShardScan:
-    """What the scan of one shard found."""
+    """What the scan of one shard found: samples that training cannot use, by reason, what else is odd and how often,
+    why none of it should be used (`damage`) and why it could not be read (`unread`, which may be temporary).
+    """
 
     name: str
     samples: int = 0
     bytes: int = 0
     sha256: str = ""
     unusable: Mapping[str, int] = field(default_factory=dict)
-    """Samples that training cannot use, by reason."""
     notes: Mapping[str, int] = field(default_factory=dict)
-    """What else is odd about the shard, and how often."""
     damage: str = ""
-    """Why no sample of the shard should be used."""
     unread: str = ""
-    """Why the shard could not be read; the cause may be temporary."""
     caption: str = "txt"
-    """Where captions were expected."""
     changed: int = 0
     """When a local file was last changed, in nanoseconds: another one may have its size."""
 
@@ -104,13 +102,12 @@ def index_shards(
     """
     root = Path(root)
     names = _names(root, patterns, replace=replace)
-    others = 0 if patterns else len(list_shards(root, UNREAD))
+    others = 0 if patterns else len(list_shards(root, COMPRESSED))
     scans = _scan_shards(root, names, caption=caption, threads=threads, on_shard=on_shard)
     _check_read(scans, leave_out=leave_out)
     kept = [one for one in scans if not one.damage]
     _check_usable(root, kept, caption)
-    unread = f"files end in {' or '.join(UNREAD)}, and are not read"
-    odd = Counter({EQUAL: len(kept) - len({one.sha256 for one in kept}), unread: others})
+    odd = Counter({EQUAL: len(kept) - len({one.sha256 for one in kept}), OTHER: others})
     notes = _total(kept, "notes") + odd
     left_out = {one.name: one.damage for one in scans if one.damage}
     facts = {"made by": "neuclip manifest", "unusable": dict(_total(kept, "unusable")), "left out": left_out}
@@ -147,11 +144,9 @@ def _names(root: Path, patterns: Sequence[str], *, replace: bool) -> list[str]:
     refuse_commands(names)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each of them once.")
-    if odd := [name for name in names if as_text(name) != name]:
-        raise UserError(f"The name {as_text(odd[0])} is not UTF-8, which a manifest is: rename the shard.")
-    if odd := [name for name in names if is_local(name) and ":" in name]:
+    if odd := [name for name in names if as_text(name) != name or (is_local(name) and ":" in name)]:
         raise UserError(
-            f"The name {odd[0]!r} contains a colon, so a manifest would take it for a URL: rename the shard."
+            f"The name {as_text(odd[0])} is not UTF-8, or has a colon, which makes it a URL: rename the shard."
         )
     return names
 
@@ -170,13 +165,11 @@ def _check_read(scans: Sequence[ShardScan], *, leave_out: bool) -> None:
             "be read."
         )
     damaged = [f"{one.name} {one.damage}" for one in scans if one.damage]
-    if damaged and not leave_out:
+    if damaged and (not leave_out or len(damaged) == len(scans)):
         raise UserError(
             f"{len(damaged):,} of {len(scans):,} shards cannot be used: {'; '.join(damaged[:SHOWN])}. Download them "
             "again, or continue without them with --leave-out. The results of the others are saved."
         )
-    if len(damaged) == len(scans):
-        raise UserError(f"None of the {len(scans):,} shards can be used: {'; '.join(damaged[:SHOWN])}.")
 
 
 def _scan_shards(
@@ -218,13 +211,12 @@ def _scan_shards(
 
 def _read_shard(root: Path, name: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
     """Count, hash and index one shard in one pass over its bytes."""
-    url = shard_url(root, name)
+    url, unusable, notes, keys = shard_url(root, name), Counter[str](), Counter[str](), set[str]()
 
     def check() -> None:
         if stop.is_set():
             raise CancelledError  # soon after the scan has ended: nobody takes this result
 
-    unusable, notes, keys = Counter[str](), Counter[str](), set[str]()
     samples, hashed, changed, index = 0, StreamHash(check), 0, list[MemberPlace]()
     try:
         if is_local(url):
@@ -283,11 +275,10 @@ def _check_usable(root: Path, scans: Sequence[ShardScan], caption: CaptionField)
         return
     first = next(one.name for one in scans if one.samples)
     with open_shard(shard_url(root, first)) as file:
-        names = [name for name, _ in islice(members(file), SHOWN)]
+        names = ", ".join(name for name, _ in islice(members(file), SHOWN))
     scattered = f" {count:,} {SCATTERED}." if (count := _total(scans, "notes")[SCATTERED]) else ""
     raise UserError(
         f"None of the first {total:,} samples can be used for training ({dict(unusable)}).{scattered} A sample is an "
         f"image (.jpg, .jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in "
-        "the tar; "
-        f"{first} starts with {', '.join(names)}. For captions in JSON, use --caption json:FIELD."
+        f"the tar; {first} starts with {names}. For captions in JSON, use --caption json:FIELD."
     )

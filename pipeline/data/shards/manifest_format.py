@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.storage import index_path, is_index, is_local, write_index
+from pipeline.data.shards.storage import index_path, is_index, is_local, save_index, scan_members
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
 from pipeline.files import read_bounded, replacing
@@ -35,7 +35,7 @@ MOST_BYTES = 2**32
 JOURNAL = "manifest.partial.jsonl"
 """Of a scan for a manifest that was stopped."""
 FORMAT, VERSION = "neuclip-manifest", 1
-LONGEST_NAME, SHOWN = 4096, 3
+SHOWN = 3
 REMOTE = frozenset({
     "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "hdfs", "webhdfs", "http", "https",
 })  # fmt: skip
@@ -76,15 +76,17 @@ class Shard:
 
 
 class ShardTable:
-    """An immutable sequence of shards as arrays, which take about 150 bytes a shard.
+    """An immutable sequence of shards, in columns, which take less memory than objects.
 
     It is made of `(name, samples, bytes, sha256)` of each shard, in order. Values of a wrong kind or size raise
-    AttributeError, TypeError, OverflowError or ValueError.
+    TypeError or OverflowError.
     """
 
     def __init__(self, rows: Iterable[tuple[str, int, int, str]]) -> None:
         names, samples, sizes, digests = list(zip(*rows, strict=True)) or [()] * 4
-        self._names, self._digests = _texts(names), _texts(digests)
+        if not all(isinstance(text, str) for text in (*names, *digests)):
+            raise TypeError("a name or hash of a shard is no text")
+        self._names, self._digests = names, digests
         self.samples: Int64 = np.frombuffer(array("q", samples), np.int64)
         """Samples of each shard, [m]."""
         self.bytes: Int64 = np.frombuffer(array("q", sizes), np.int64)
@@ -100,30 +102,17 @@ class ShardTable:
     @functools.cached_property
     def outside(self) -> list[str]:
         """Names of the shards that need the user's consent, see `is_outside`."""
-        return [shard.name for shard in self if is_outside(shard.name)]
+        return [name for name in self._names if is_outside(name)]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Shard:
-        i = range(len(self))[index]
-        return next(self._slice(i, i + 1))
+        numbers = int(self.samples[index]), int(self.bytes[index])
+        return Shard(self._names[index], *numbers, self._digests[index], int(self.offsets[index]))
 
     def __iter__(self) -> Iterator[Shard]:
-        for first in range(0, len(self), 1 << 14):  # as objects they take several times the memory
-            yield from self._slice(first, first + (1 << 14))
-
-    def _slice(self, first: int, last: int) -> Iterator[Shard]:
-        columns = (self._names, self.samples, self.bytes, self._digests, self.offsets)
-        for name, samples, size, digest, offset in zip(*(c[first:last].tolist() for c in columns), strict=True):
-            yield Shard(name.decode(), samples, size, digest.decode(), offset)
-
-
-def _texts(values: Sequence[str]) -> NDArray[np.bytes_]:
-    texts = [value.encode() for value in values]
-    if too_long := [text for text in texts if len(text) > LONGEST_NAME]:
-        raise ValueError(f"{too_long[0][:60].decode(errors='replace')!r}... has more than {LONGEST_NAME:,} bytes")
-    return np.array(texts, dtype=np.bytes_)
+        return map(self.__getitem__, range(len(self)))
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -206,7 +195,7 @@ class Manifest:
             name, url = f"{shard.sha256}.members", self.url(shard)
             if name not in present and is_index(name) and is_local(url):
                 with contextlib.suppress(DamagedTar, OSError):
-                    write_index(self.root, Path(url), sha256=shard.sha256)
+                    save_index(self.root, scan_members(Path(url)), sha256=shard.sha256)
             present.discard(name)
         for name in present if not folder.is_symlink() else ():
             with contextlib.suppress(OSError):
@@ -259,9 +248,7 @@ def load_manifest(path: str | Path, *, allow_outside: bool = False) -> Manifest:
             f"{path} is a URL, but a manifest must be a local file. Its shards may be anywhere: `neuclip manifest "
             "FOLDER --shards 's3://bucket/{00000..00099}.tar'`."
         )
-    path = Path(path)
-    if path.is_dir():
-        path = path / MANIFEST_NAME
+    path = Path(path, MANIFEST_NAME) if Path(path).is_dir() else Path(path)
     try:
         manifest = _read(path)
     except OSError as error:
@@ -284,7 +271,7 @@ def advice(path: Path) -> str:
     folder = path.parent if path.name == MANIFEST_NAME else path
     quoted = shlex.quote(str(folder))
     if path.name == MANIFEST_NAME and path.is_file():
-        return "It is damaged: the same `neuclip download` writes it again, or `neuclip manifest --replace` does."
+        return "The same `neuclip download` writes it again, or `neuclip manifest --replace` does."
     if (folder / "download.yaml").is_file():
         return "The download is not finished: run the same `neuclip download` again, which continues."
     if path.suffix == ".tar" and path.is_file():
@@ -306,34 +293,20 @@ def advice(path: Path) -> str:
 def _read(path: Path) -> Manifest:
     try:
         tree = json.loads(read_bounded(path, most=MOST_BYTES).decode())
-        if not isinstance(tree, dict):
-            raise ValueError(f"it holds a {type(tree).__name__}")
-        if "format" not in tree and path.name != MANIFEST_NAME:
-            raise UserError(f"{path} is not a manifest. {advice(path)}")
-        if tree.get("format") != FORMAT or tree.get("version") != VERSION:
-            raise UserError(
-                f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
-                f"this program reads {FORMAT!r}, version {VERSION}."
-            )
+        if (tree["format"], tree["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format {tree['format']!r}, version {tree['version']!r}, not {FORMAT!r}, {VERSION}")
         rows = tree["shards"]
         table = ShardTable((row["name"], row["samples"], row["bytes"], row["sha256"]) for row in rows)
         manifest = Manifest(table, str(path.parent), tree["failures"], tree["facts"])
         if not len(table) or table.samples.min() < 1:
-            empty = [shard.name for shard in table if shard.samples < 1]
-            raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
+            raise ValueError(f"it lists {len(table)} shards, of which {(table.samples < 1).sum()} are empty")
         offsets_fit = table.offsets.tolist() == [row["offset"] for row in rows]
         if not offsets_fit or tree["samples"] != manifest.n or tree["digest"] != manifest.digest:
-            raise UserError(
-                f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
-            )
+            raise ValueError("its counts, offsets and digest contradict each other: it was edited or truncated")
         return manifest
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a manifest ({error}). {advice(path)}") from error
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else f"a value is of the wrong kind ({error})"
-        raise UserError(f"The manifest {path} is damaged: {what}. `neuclip manifest` writes a new one.") from error
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} is not a manifest, or is damaged ({why}). {advice(path)}") from error
 
 
 def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:

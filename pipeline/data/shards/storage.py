@@ -91,21 +91,22 @@ def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
 
 
 class _Forward(io.RawIOBase):
-    """A remote file that is read in order."""
+    """A stream that is read in order and cannot seek; `each` gets every piece that is read."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, each: Callable[[bytes], None] = lambda piece: None) -> None:
+        self._file, self._each = file, each
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        piece = self._file.read(len(buffer))
+        self._each(piece)
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
-class StreamHash(io.RawIOBase):
+class StreamHash:
     """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it through `over`.
 
     `check` is called before each piece is hashed; it may raise to end the reading.
@@ -113,13 +114,17 @@ class StreamHash(io.RawIOBase):
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self.bytes, self._check, self._sha256 = 0, check, hashlib.sha256()
-        self._source: io.BufferedReader | None = None
         self._file: io.BufferedReader | None = None
 
-    def over(self, file: io.BufferedReader) -> io.BufferedReader:
+    def over(self, file: BinaryIO) -> io.BufferedReader:
         """The same stream, hashed in large pieces; it cannot seek, so that no byte is left out."""
-        self._source, self._file = file, io.BufferedReader(self, BUFFER)
+        self._file = io.BufferedReader(_Forward(file, self._add), BUFFER)
         return self._file
+
+    def _add(self, piece: bytes) -> None:
+        self._check()
+        self._sha256.update(piece)
+        self.bytes += len(piece)
 
     def finish(self) -> str | None:
         """Read the rest of the stream, and return the digest; None if the stream was not read from its start."""
@@ -128,17 +133,6 @@ class StreamHash(io.RawIOBase):
         while self._file.read(BUFFER):
             pass
         return self._sha256.hexdigest()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        assert self._source is not None  # it is read through `over`
-        count = self._source.readinto(buffer)
-        self._check()
-        self._sha256.update(memoryview(buffer)[:count])
-        self.bytes += count
-        return count
 
 
 @contextmanager
@@ -164,28 +158,24 @@ def open_records(
         stream_hash: Takes the bytes as they are read, unless some of them are not.
         index: Where the members are; None: the shard is parsed.
     """
-    places = None if index is None else sample_places(index, caption_suffix)
-    seeks = places is not None and skip > 0 and (stream_hash is None or sample_bytes > SEEKING_PAYS)
-    wanted = places[skip:] if places is not None else np.empty((0, 4), np.int64)
-    offsets = wanted[:1, ::2]
-    start = min(offsets[offsets >= 0].tolist(), default=0) if seeks else 0
+    places, start = None if index is None else sample_places(index, caption_suffix), 0
+    if places is not None and skip > 0 and (stream_hash is None or sample_bytes > SEEKING_PAYS):
+        offsets = places[skip : skip + 1, ::2]
+        start, stream_hash = min(offsets[offsets >= 0].tolist(), default=0), None
     with open_shard(url, start=start) as file:
-        source = file if stream_hash is None or seeks else stream_hash.over(file)
+        source = file if stream_hash is None else stream_hash.over(file)
         if places is None:
             yield read_records(source, skip=skip, caption_suffix=caption_suffix)
         else:
-            yield _indexed_records(source, wanted, position=start)
+            yield _indexed_records(source, places[skip:], position=start)
 
 
 def _indexed_records(file: BinaryIO, places: NDArray[np.int64], *, position: int) -> Iterator[TarRecord]:
     """The samples at these `sample_places`, read in order from an open file, which is at `position`."""
     for first in range(0, len(places), CONVERTED):
         for image_at, image_size, caption_at, caption_size in places[first : first + CONVERTED].tolist():
-            members = [("image", image_at, image_size), ("caption", caption_at, caption_size)]
-            if caption_at < image_at:
-                members.reverse()
             parts: dict[str, bytes] = {}
-            for name, at, size in members:
+            for at, size, name in sorted([(image_at, image_size, "image"), (caption_at, caption_size, "caption")]):
                 if at >= 0:
                     tars.skip(file, at - position)
                     parts[name] = tars.read_exactly(file, size)
@@ -220,11 +210,6 @@ def is_index(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{64}\.members|\.[0-9a-f]{64}\.members\.[0-9a-f]{32}\.tmp", name) is not None
 
 
-def write_index(folder: str | Path, tar: Path, *, sha256: str) -> None:
-    """Write the index of a local shard, or raise DamagedTar; `folder` is that of the manifest."""
-    save_index(folder, scan_members(tar), sha256=sha256)
-
-
 def scan_members(tar: Path) -> NDArray[np.void]:
     """The members of a shard, `MEMBERS` [m], from its headers; DamagedTar if it is not a complete tar."""
     places: list[MemberPlace] = []
@@ -252,7 +237,7 @@ def save_index(folder: str | Path, members: NDArray[np.void], *, sha256: str) ->
 
 
 def _checksum(data: bytes, sha256: str) -> bytes:
-    """The first bytes of an index: another shard's, under a wrong name, is told by them."""
+    """The first bytes of an index, which tell another shard's under a wrong name."""
     return zlib.crc32(data, zlib.crc32(sha256.encode())).to_bytes(CHECKSUM_BYTES, "little")
 
 

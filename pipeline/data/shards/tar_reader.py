@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from PIL import Image
 
 from pipeline import pictures
-from pipeline.data.order.hashing import draw
 from pipeline.errors import UserError
 from pipeline.pictures import ImageError
 from pipeline.pictures.pixels import WHITE, Colour, read_rgb
@@ -28,6 +27,8 @@ _MESSAGES = {
     pictures.TOO_MANY_PIXELS: "image has too many pixels",
     pictures.TOO_MANY_SCANS: "image has too many scans",
 }
+ANY_TEXT = 0xE220A8397B1DCDAF
+"""Number by which one of several captions is read outside of training, which draws it."""
 MemberPlace = tuple[int, bytes, int, int]
 """Number of the sample, suffix, first byte and size of a member."""
 
@@ -58,7 +59,7 @@ def read_records(
     on_unended: Callable[[], None] = lambda: None,
     index: list[MemberPlace] | None = None,
 ) -> Iterator[TarRecord]:
-    """The samples of a tar, starting at number `skip`.
+    """The samples of a tar, starting at number `skip`; DamagedTar after those before a cut or damage.
 
     Consecutive members whose names are equal up to the first dot form one sample, whose first image counts.
 
@@ -69,9 +70,6 @@ def read_records(
         strict: Refuse what readers would not see, such as links.
         on_unended: Called if the tar ends without the zeros that writers put there.
         index: Takes the place of every member, for `storage.save_index`.
-
-    Raises:
-        DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
     parts = _parts(file, strict=strict, on_unended=on_unended)
     for number, (key, members) in enumerate(itertools.groupby(parts, key=itemgetter(0))):
@@ -100,8 +98,8 @@ def read_records(
 def _parts(
     file: BinaryIO, *, strict: bool = False, on_unended: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, str, str, int, int]]:
-    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar as `headers`, and if one is sparse
-    or, where the reading is `strict`, has no content of its own.
+    """`(key, suffix, name, size, first byte)` of each member of a sample; DamagedTar also for sparse ones and, if
+    `strict`, those without content of their own.
     """
     for name, size, offset, kind in headers(file, strict=strict, on_unended=on_unended):
         # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
@@ -121,8 +119,7 @@ def _parts(
 
 def keys(file: BinaryIO) -> Iterator[str]:
     """The key of each sample, from headers only; DamagedTar if the tar is truncated or damaged."""
-    for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]):
-        yield key
+    return (key for key, _ in itertools.groupby(members(file), key=lambda member: split_name(member[0])[0]))
 
 
 def members(
@@ -165,8 +162,8 @@ class CaptionField:
     def __str__(self) -> str:
         return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
 
-    def read(self, record: TarRecord, *, state: int = 0) -> str:
-        """The caption of a sample; the hash key `state` draws one text where a JSON field holds several.
+    def read(self, record: TarRecord, *, number: int = ANY_TEXT) -> str:
+        """The caption of a sample, that at `number`, modulo their count, where a JSON field holds several texts.
 
         CorruptSample if it is missing, empty or not UTF-8.
         """
@@ -177,24 +174,17 @@ class CaptionField:
         except UnicodeDecodeError as error:
             raise CorruptSample("caption is not UTF-8") from error
         if self.field is not None:
-            text = _choose(_field(text, self.field), state)
+            try:
+                value = json.loads(text).get(self.field)
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise CorruptSample("caption's JSON cannot be read") from error
+            texts = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, str) and t.strip()]
+            if not texts:
+                raise CorruptSample("caption is missing")
+            return texts[number % len(texts)]
         if not text.strip():
             raise CorruptSample("caption is empty")
         return text
-
-
-def _field(text: str, name: str) -> Any:
-    try:
-        return json.loads(text).get(name)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CorruptSample("caption's JSON cannot be read") from error
-
-
-def _choose(value: Any, state: int) -> str:
-    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
-    if not texts:
-        raise CorruptSample("caption is missing")
-    return texts[draw(state, 0) % len(texts)]
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None, background: Colour = WHITE) -> Image.Image:

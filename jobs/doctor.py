@@ -14,7 +14,7 @@ from typing import Literal
 
 import click
 
-from pipeline.distributed.launch import without_launcher
+from pipeline.distributed.processes import without_launcher
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import existing_folder
 from pipeline.planning import DoctorFinding
@@ -105,7 +105,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
-    from pipeline.distributed.precision import why_bf16_is_slow
+    from pipeline.distributed.devices import why_bf16_is_slow
 
     in_fp32 = "use engine.deepspeed=zero1_fp32"
     if not torch.cuda.is_available():

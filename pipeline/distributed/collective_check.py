@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from pipeline.distributed.launch import end_with_launcher, launch
+from pipeline.distributed.processes import end_with_launcher, launch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import leave
 

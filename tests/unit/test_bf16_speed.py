@@ -10,8 +10,8 @@ import torch
 from jobs import doctor
 from jobs.demo import RECIPE, in_faster_precision
 from pipeline.config import dump
-from pipeline.distributed import precision
-from pipeline.distributed.precision import keep_fp32, true_fp32
+from pipeline.distributed import devices
+from pipeline.distributed.devices import keep_fp32, true_fp32
 from pipeline.engine.engine_config import EngineConfig, in_fp32
 from pipeline.run_files import RUN_CONFIG_NAME
 from pipeline.training.recipe import RunConfig, load_recipe
@@ -23,7 +23,7 @@ SLOW = "Matrix products in bf16 take 12 times as long as in fp32 on this CPU."
 
 @pytest.fixture(params=[12.0, 1.7])
 def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr(precision, "cpu_bf16_slowdown", lambda: request.param)
+    monkeypatch.setattr(devices, "cpu_bf16_slowdown", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return float(request.param)
 

@@ -19,7 +19,7 @@ from tests.evaluation_suite import generator, image_bytes
 LOCK = threading.Lock()
 SCRIPT = """
 from torch.utils.data import DataLoader
-from pipeline.distributed.workers import start_forkserver, start_workers
+from pipeline.distributed.processes import start_forkserver, start_workers
 
 print("started")
 loader = DataLoader(range(4), batch_size=2, num_workers=1, multiprocessing_context=start_forkserver())

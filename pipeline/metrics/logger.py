@@ -12,9 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from pipeline.config import section, suggest
-from pipeline.errors import UserError
-from pipeline.metrics import trackers  # noqa: F401 (registers its sinks)
+from pipeline.config import section
 from pipeline.metrics.sinks import SINKS, Sink, SinkContext
 
 
@@ -50,8 +48,7 @@ def sink_names(config: TelemetryConfig) -> list[str]:
         UserError: `trackers` has a name that no sink is registered under.
     """
     for name in config.trackers:
-        if name not in SINKS.names():
-            raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, SINKS.names())}")
+        SINKS[name]  # raises
     built_in = {"jsonl": True, "tensorboard": config.tensorboard, "progress": config.progress == "auto"}
     return list(dict.fromkeys([*filter(built_in.get, built_in), *config.trackers]))
 
@@ -101,7 +98,7 @@ class Telemetry:
             UserError: A tracker cannot be opened.
         """
         # Trackers first: one that cannot be opened must not cost the records of metrics.jsonl.
-        opened = {name: SINKS.registered[name](self._context) for name in reversed(self._names)}
+        opened = {name: SINKS[name](self._context) for name in reversed(self._names)}
         self._sinks = [opened[name] for name in self._names]
         kept, self._kept = self._kept or [], None
         for call in kept:

@@ -86,7 +86,7 @@ def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path):
 
 
 def test_settings_that_cannot_be_meant_are_rejected():
-    with pytest.raises(UserError, match=r"there is no sink 'wand'.*jsonl"):
+    with pytest.raises(UserError, match=r"no such tracker.*jsonl"):
         sink_names(TelemetryConfig(trackers=("wand",)))
     assert sink_names(TelemetryConfig(trackers=("jsonl",))) == ["jsonl", "tensorboard", "progress"]
 

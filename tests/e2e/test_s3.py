@@ -22,8 +22,8 @@ from pipeline.errors import UserError
 from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import Program, free_port, run, wait_for
-from tests.mirrors import begin, fetch, steps_in
 from tests.shards import write_shards
+from tests.written_checkpoints import begin, fetch, steps_in
 
 pytestmark = [pytest.mark.daily, pytest.mark.slow]
 

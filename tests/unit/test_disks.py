@@ -1,7 +1,14 @@
-"""A run whose disk is full or becomes read-only: it trains on, and its exit code says that the end is not on disk."""
+"""A run whose disk is full or becomes read-only: it trains on, and its exit code says that the end is not on disk.
+
+The mounts need root, and a machine that allows them.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +23,68 @@ from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.run_state import EXIT_NOT_SAVED
 from tests.metrics import equal, weights
-from tests.mounts import JournalledDisk, fill, small_disk
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 
 STEPS = 6
+
+
+def _call(*command: object) -> bool:
+    return subprocess.run([str(word) for word in command], capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
+    """A disk of its own at `folder`. Skips the test where that is not possible."""
+    folder.mkdir(exist_ok=True)
+    if os.geteuid() or not _call("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder):
+        pytest.skip("this machine does not allow mounts")
+    try:
+        yield folder
+    finally:
+        _call("umount", "--lazy", folder)
+
+
+class JournalledDisk:
+    """ext4 in a file, as a block device: the kernel makes it read-only when its journal fails.
+
+    Args:
+        folder: Where it is mounted; the file is beside it.
+    """
+
+    def __init__(self, folder: Path, *, megabytes: int) -> None:
+        self.folder, self._file = folder, folder.with_suffix(".ext4")
+        folder.mkdir()
+        with self._file.open("wb") as file:
+            file.truncate(megabytes << 20)
+        if os.geteuid() or not _call("mkfs.ext4", "-q", self._file) or not self._mount():
+            pytest.skip("this machine does not allow mounts of files")
+
+    def _mount(self) -> bool:
+        return _call("mount", "-o", "loop", self._file, self.folder)
+
+    def fail(self) -> None:
+        """As after an error of the device: from now on it is read-only, also for files that are open."""
+        assert _call("mount", "-o", "remount,abort", self.folder)
+
+    def repair(self) -> None:
+        self.close()
+        _call("fsck.ext4", "-fy", self._file)  # its exit code says that it found something
+        assert self._mount()
+
+    def close(self) -> None:
+        _call("umount", self.folder) or _call("umount", "--lazy", self.folder)
+
+
+def fill(disk: Path) -> Path:
+    """Write a file until nothing more fits, and return it."""
+    filler = disk / "filler"
+    try:
+        with filler.open("ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    except OSError:
+        pass
+    return filler
 
 
 @pytest.fixture(scope="module")

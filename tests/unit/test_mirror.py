@@ -28,9 +28,8 @@ from pipeline.files import write_text
 from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
 from tests.training import SMALL, prepare, settings_in, train_here
-from tests.written_checkpoints import failing, snapshot
+from tests.written_checkpoints import begin, failing, fetch, fetched, snapshot, steps_in, write, writer_of
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 OTHER = "0123456789abcdef"
@@ -47,14 +46,14 @@ def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], ob
 
 def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
     run = tmp_path / "run"
-    writer = writer_of(run, url, towers, keep_last=2)
+    writer = writer_of(run, towers, mirror=url, keep_last=2)
     writer.save(replace(snapshot(towers, 1), best=True))
     writer.finish()
-    events = write(run, url, towers, [2, 3, 4], keep_last=2, keep_every=2)
+    events = write(run, towers, [2, 3, 4], mirror=url, keep_last=2, keep_every=2)
     assert sum("is in the mirror" in event for event in events) == 3
     mirror, average = Mirror(url, run), {name: value + 1 for name, value in towers[0].items()}
     assert steps_in(mirror) == [1, 2, 3, 4], "the best one stays, and a multiple of two"
-    writer = writer_of(run, url, towers, keep_last=1)
+    writer = writer_of(run, towers, mirror=url, keep_last=1)
     writer.save(replace(snapshot(towers, 5), ema=average))
     writer.finish()
     assert steps_in(mirror) == [1, 5]
@@ -75,7 +74,7 @@ def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
 
 def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url, towers, monkeypatch):
     run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
-    write(run, url, towers, [1])
+    write(run, towers, [1], mirror=url)
     original, size, files = Mirror._make_folder, type(mirror._files).size, list[str]()
 
     def dies(mirror: Mirror, path: str) -> None:
@@ -90,7 +89,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
     ):
         with monkeypatch.context() as patch:
             patch.setattr(Mirror if method is original else type(mirror._files), method.__name__, broken)
-            (event,) = [event for event in write(run, url, towers, [2]) if "mirror" in event]
+            (event,) = [event for event in write(run, towers, [2], mirror=url) if "mirror" in event]
         assert "step-00000002 is NOT in the mirror" in event
         assert why in event
         assert event.endswith("Training continues.")
@@ -102,7 +101,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
         (MOMENTS, None),
         *((META_NAME, text) for text in ("[]", "7", '{"files": []}', "\udcff", "[" * 100_000, '{"config": 7}', meta)),
     ):
-        write(run, url, towers, [2])  # again: what is damaged is replaced
+        write(run, towers, [2], mirror=url)  # again: what is damaged is replaced
         mirror._files.rm_file(f"{name_of(2)}/{file}")
         if text is not None:
             mirror._files.pipe_file(f"{name_of(2)}/{file}", text.encode(errors="surrogateescape"))
@@ -118,7 +117,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
 def test_a_download_that_fails_ends_the_start(tmp_path, towers, monkeypatch):
     """Regression test: an older checkpoint was taken when the network failed during the download of the newest."""
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
-    write(run, url, towers, [1, 2])
+    write(run, towers, [1, 2], mirror=url)
     shutil.rmtree(run)
     monkeypatch.setattr(LocalFileSystem, "get_file", lambda *_, **__: 1 // 0)
     with pytest.raises(UserError, match=r"cannot be used \(ZeroDivisionError"):
@@ -127,7 +126,7 @@ def test_a_download_that_fails_ends_the_start(tmp_path, towers, monkeypatch):
 
 def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     url, first, other = f"file://{tmp_path}/store", tmp_path / "one" / "run", tmp_path / "other" / "run"
-    write(first, url, towers, [1, 2])
+    write(first, towers, [1, 2], mirror=url)
     own = rf"belongs to run {read_run_id(first)}, and .*"
     begin(first, url, resume="old", step=2)
     begin(tmp_path / "third", url)
@@ -144,7 +143,7 @@ def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
         with pytest.raises(UserError, match=rf"{own} is run {OTHER}"):
             start()
     assert not (other / "checkpoints").exists()
-    events = write(other, url, towers, [1], keep_last=1)  # as if both had begun before either had a checkpoint
+    events = write(other, towers, [1], mirror=url, keep_last=1)  # as if both had begun before either had a checkpoint
     assert "NOT in the mirror" in events[-1]
     assert f"belongs to run {read_run_id(first)}" in events[-1]
     mirror = Mirror(url, first)
@@ -163,7 +162,7 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
         for name in ("../../outside", "ema/../../../outside", str(tmp_path / "outside"), ".")
     ]
     for change, why in (*changes, (lambda meta: meta.update(run_id="x/../../elsewhere"), "run_id is wrong")):
-        write(run, url, towers, [1, 2])
+        write(run, towers, [1, 2], mirror=url)
         mirror = Mirror(url, run)
         change_meta(mirror, 2, change)
         shutil.rmtree(run)
@@ -180,26 +179,26 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
         assert not (run / "checkpoints" / "best").exists()
         write_text(run / "checkpoints" / "best", name)
         assert best_checkpoint(run) is None
-        write(run, url, towers, [2, 3], keep_last=1)
+        write(run, towers, [2, 3], mirror=url, keep_last=1)
         assert (precious / "thesis").read_text() == "ten years"
         assert [path.name for path in checkpoint_folders(run)] == ["step-00000003"]
-        write(run, url, towers, [1])
+        write(run, towers, [1], mirror=url)
 
 
 def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, monkeypatch):
     run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
-    write(run, url, towers, [1, 2])
+    write(run, towers, [1, 2], mirror=url)
     original = Mirror.upload
     monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
-    writer = writer_of(run, url, towers)
+    writer = writer_of(run, towers, mirror=url)
     writer.save(snapshot(towers, 3))
     writer.wait()
     writer.abandon_after(1)  # while the third one is uploaded
     released.set()
     writer.finish()
     assert steps_in(Mirror(url, run)) == [1]
-    write(run, url, towers, [2])
-    writer = writer_of(run, url, towers)
+    write(run, towers, [2], mirror=url)
+    writer = writer_of(run, towers, mirror=url)
     writer.abandon_after(1)  # before it has written anything
     writer.finish()
     assert steps_in(Mirror(url, run)) == [1]
@@ -209,7 +208,7 @@ def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, 
     run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
     original = Mirror.upload
     monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
-    writer, held = writer_of(run, url, towers), list[weakref.ref[Snapshot]]()
+    writer, held = writer_of(run, towers, mirror=url), list[weakref.ref[Snapshot]]()
     for step in (1, 2):
         given = snapshot(towers, step)
         held.append(weakref.ref(given))
@@ -232,7 +231,9 @@ def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, 
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):
     released, events = threading.Event(), list[str]()
     monkeypatch.setattr(Mirror, "upload", lambda self, path: released.wait(30))
-    writer = writer_of(tmp_path / "run", f"file://{tmp_path}/store", towers, events.append, mirror_minutes=0.001)
+    writer = writer_of(
+        tmp_path, towers, mirror=f"file://{tmp_path}/store", on_event=events.append, mirror_minutes=0.001
+    )
     writer.save(snapshot(towers, 1))
     writer.finish()
     writer.finish()

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 NEEDED_GIB = 5.0
 """Free space for the checkpoints of a run."""
 READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
-COLLECTIVE_SECONDS = 180
 
 
 @click.command(name="doctor", epilog="Exit codes: 0 a run can start or continue, 1 something is broken.")
@@ -88,11 +87,8 @@ def check_versions(constraints: Path = ROOT / "constraints.txt") -> Iterator[Doc
     if not constraints.is_file():
         return
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    other = [
-        f"{name} {version} (tested {tested})"
-        for name, tested in pinned
-        if (version := version_of(name)) not in ("absent", tested)
-    ]
+    here = [(name, tested, version_of(name)) for name, tested in pinned]
+    other = [f"{name} {found} (tested {tested})" for name, tested, found in here if found not in ("absent", tested)]
     if other:
         shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
         text = f"{len(other)} differ from the tested ones: {shown}"
@@ -129,30 +125,26 @@ def check_gpus() -> Iterator[DoctorFinding]:
             remedy = "see nvidia-smi: another program holds it, or it needs a reset"
             yield DoctorFinding(gpu, "broken", f"it cannot be used: {in_a_line(error)}", remedy)
             continue
-        if slow:
-            yield DoctorFinding(gpu, "note", f"{text}, no bf16", in_fp32)
-        elif free < 0.9 * total:
-            yield DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi")
-        else:
-            yield DoctorFinding(gpu, "good", text)
+        text, remedy = (f"{text}, no bf16", in_fp32) if slow else (text, "other processes hold memory: see nvidia-smi")
+        busy = slow or free < 0.9 * total
+        yield DoctorFinding(gpu, "note" if busy else "good", text, remedy if busy else "")
 
 
 def check_collectives() -> DoctorFinding:
     """Let this node's GPUs exchange numbers by NCCL, or without GPUs two processes by gloo."""
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend, device, ranks = ("NCCL", "cuda", gpus) if gpus else ("gloo", "cpu", 2)
+    backend, device, ranks = "gloo", "cpu", 2
     hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
-    if gpus:
+    if torch.cuda.is_available():
+        backend, device, ranks = "NCCL", "cuda", torch.cuda.device_count()
         hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
-    limit = COLLECTIVE_SECONDS
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {limit} s", hint)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, cwd=ROOT)
+    except subprocess.TimeoutExpired as error:
+        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {error.timeout} s", hint)
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
         said = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # not by the launcher

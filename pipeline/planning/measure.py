@@ -24,8 +24,6 @@ from pipeline.training.run import setup
 LOADER_SHARE, STEP_SHARE = 0.15, 0.25
 """Parts of the time for the loader alone and the steps alone; the rest is for training."""
 PHASES = ("forward", "objective", "backward", "optimizer")
-WARM_UP = 2
-"""Steps before any that count."""
 WAITING = 0.1
 """From this share of waiting for data on, data is the bottleneck."""
 
@@ -70,11 +68,17 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
 
 def _measure(trainer: Trainer, run: RunConfig, *, ranks: int, seconds: float) -> dict[str, str]:
     local, world, meter = trainer.run.batch_size, trainer.world, trainer.meter
-    for _ in range(WARM_UP):
+    for _ in range(2):  # to warm up
         batch = _train(trainer)
     trainer.batches.wait()
     loader = local / _mean_seconds(lambda: next(trainer.state.loader), LOADER_SHARE * seconds, world)
-    alone, phases = _steps_alone(trainer, batch, seconds=STEP_SHARE * seconds)
+    # The same batch again and again, while the next one is not fetched. At a learning rate of 0: after many updates on
+    # one batch, values can be so small that a CPU is slow with them.
+    trainer.batches._loader, loading = itertools.repeat(batch), trainer.batches._loader
+    meter.start()
+    alone = _mean_seconds(lambda: trainer.train_step(trainer.batches.next(), lr_scale=0.0), STEP_SHARE * seconds, world)
+    phases = meter.read()
+    trainer.batches._loader = loading
     meter.start()
     _mean_seconds(lambda: _train(trainer), (1 - LOADER_SHARE - STEP_SHARE) * seconds, world)
     together = meter.read()
@@ -116,19 +120,6 @@ def _mean_seconds(call: Callable[[], object], seconds: float, world: World) -> f
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / count
-
-
-def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[float, dict[str, float]]:
-    """Mean seconds of a step on the same batch again and again, and the shares of its phases."""
-    batches = trainer.batches
-    batches._loader, loader = itertools.repeat(batch), batches._loader  # a step fetches the batch after it
-    try:
-        trainer.meter.start()
-        # At a learning rate of 0: after many updates on one batch, values can be so small that a CPU is slow with them.
-        alone = _mean_seconds(lambda: trainer.train_step(batches.next(), lr_scale=0.0), seconds, trainer.world)
-        return alone, trainer.meter.read()
-    finally:
-        batches._loader = loader
 
 
 def _train(trainer: Trainer) -> Batch:

@@ -174,12 +174,9 @@ def check_writable(path: str | Path) -> Path:
         UserError: Its folder does not exist or cannot be written to, or it is a folder.
     """
     path = Path(path)
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"Cannot write {path}: its folder does not exist. Create it, or name another file.")
-    if path.is_dir():
-        raise UserError(f"Cannot write {path}: it is a folder. Name a file.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"Cannot write {path}: permission denied. Name another file, or change its permissions.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        why = "it is a folder, its folder does not exist, or you may not write there"
+        raise UserError(f"Cannot write {path}: {why}. Name another file.")
     return path
 
 
@@ -189,10 +186,8 @@ def check_new_folder(path: Path) -> None:
     Raises:
         UserError: It is a file, or not empty.
     """
-    if path.is_file():
-        raise UserError(f"{path} is a file: choose another output folder.")
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"{path} is not empty: choose another output folder.")
+    if path.is_file() or (path.exists() and any(path.iterdir())):
+        raise UserError(f"{path} {'is a file' if path.is_file() else 'is not empty'}: choose another output folder.")
 
 
 def text_lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
-from pipeline.files import parse_mapping, read_bounded, write_text
+from pipeline.files import parse_mapping, read_bounded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -139,12 +139,6 @@ def read_run_id(run: Path) -> str:
 def valid_run_id(text: object) -> str:
     """An id that was read from a file or a mirror; empty if it is none."""
     return text if isinstance(text, str) and re.fullmatch(RUN_ID, text) else ""
-
-
-def write_run_id(run: Path, run_id: str) -> None:
-    """Record a run's id in its folder, if it is not recorded yet."""
-    if read_run_id(run) != run_id:
-        write_text(run / RUN_ID_NAME, run_id + "\n", durable=True)
 
 
 MOST_RECORDS = 2**31

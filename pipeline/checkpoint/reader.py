@@ -17,7 +17,6 @@ from pipeline.checkpoint.layout import (
     MOMENTS_NAME,
     OBJECTIVE_NAME,
     id_in,
-    is_foreign,
     run_id_of,
     wrong_meta,
 )
@@ -197,7 +196,7 @@ def agreed_checkpoint(
     def check() -> None:
         run_id = run_id_of(run)
         paths = [path for path in checkpoint_folders(run) if step_of(path) > step]
-        if later := [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]:
+        if later := [path.name for path in paths if resume is None or id_in(path) in ("", run_id)]:
             raise UserError(taken_by(str(run), later, resume))
 
     world.work_on_main(check)  # others may see another state of the folder
@@ -215,7 +214,7 @@ def _newest(run: Path, *, world: World, on_event: Callable[[str], None], not_aft
             if world.is_main:
                 on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
             continue
-        if not is_foreign(checkpoint.run_id, run_id):
+        if checkpoint.run_id == run_id:
             return checkpoint
         if world.is_main:
             on_event(

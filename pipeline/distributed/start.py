@@ -57,15 +57,13 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
             ranks' devices do not fit together.
         LostRank: The process group cannot be made.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    present = [name for name in names if name in os.environ]
-    if present and "WORLD_SIZE" in present and len(present) < len(names):
-        missing = ", ".join(sorted(set(names) - set(present)))
+    names, launched = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "WORLD_SIZE" in os.environ
+    if launched and (missing := [name for name in names if name not in os.environ]):
         raise UserError(
-            f"The launcher set {', '.join(present)} but not {missing}: start with deepspeed, torchrun or srun."
+            f"The launcher set WORLD_SIZE but not {', '.join(missing)}: start with deepspeed, torchrun or srun."
         )
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "WORLD_SIZE" not in present and int(tasks) > 1:
+    if not launched and int(tasks) > 1:
         raise UserError(
             f"srun started {tasks} processes that do not know of each other. Use jobs/cluster/train.sbatch, or export "
             "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
@@ -73,7 +71,7 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         )
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     # For one process; restored at the end, because programs that are started later must not meet at this port.
-    with nullcontext() if "WORLD_SIZE" in present else environment(**one, MASTER_PORT=str(free_port())):
+    with nullcontext() if launched else environment(**one, MASTER_PORT=str(free_port())):
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         problem = ""
         try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pipeline.cores import only_cores, usable_cores
+from pipeline.cores import usable_cores
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
@@ -40,15 +42,16 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, s
     Raises:
         UserError: The recipe cannot be trained here.
     """
-    with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
+    share = max(1, usable_cores() // min(ranks, torch.cuda.device_count() or ranks))
+    cores, place = os.sched_getaffinity(0), existing_folder(Path(run.output))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=place))
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, sorted(cores)[:share])
+        world = stack.enter_context(start_world(device=run.engine.device))
         trial = _trial(run, ranks=ranks, folder=Path(folder))
-        share = max(1, usable_cores() // min(ranks, torch.cuda.device_count() or ranks))
-        with (
-            only_cores(share),
-            start_world(device=run.engine.device) as world,
-            setup(trial, world=world, resume=None) as trainer,
-        ):
-            return _measure(trainer, run, ranks=ranks, seconds=seconds)
+        trainer = stack.enter_context(setup(trial, world=world, resume=None))
+        return _measure(trainer, run, ranks=ranks, seconds=seconds)
 
 
 def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:

@@ -25,7 +25,7 @@ from pipeline.checkpoint.writer import Snapshot
 from pipeline.distributed.world import WRITER, World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
+from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
 from tests.training import SMALL, prepare, settings_in, train_here
@@ -138,7 +138,7 @@ def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     ):
         with pytest.raises(UserError, match=refused):
             begin(run, url, resume=resume, step=step)
-    write_run_id(other, OTHER)
+    write_text(other / "run_id", OTHER)
     for start in (lambda: begin(other, url, resume="elsewhere", step=9), lambda: fetch(other, url)):
         with pytest.raises(UserError, match=rf"{own} is run {OTHER}"):
             start()

@@ -23,7 +23,6 @@ from pipeline.errors import UserError
 from pipeline.files import file_lock
 from pipeline.planning import diagnosis
 from pipeline.planning.diagnosis import Evidence
-from pipeline.run_files import write_run_id
 from pipeline.training.run_folder import Origin
 from pipeline.training.run_state import ValidationHistory
 from tests.written_checkpoints import write
@@ -235,7 +234,7 @@ def test_the_record_of_an_exit_fits_on_a_full_disk(run, tmp_path):
 @pytest.mark.slow
 def test_a_small_file_that_is_cut_off_or_something_else_is_no_bug(run, towers):
     write(run, towers, [3])
-    write_run_id(run, "0123456789abcdef")
+    (run / "run_id").write_text("0123456789abcdef")
     end(run, 70, "a reason", rank=1)
     fork(run)
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.suffix != ".safetensors"]

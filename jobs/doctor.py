@@ -49,28 +49,20 @@ def command(run: Path | None, output: Path, manifests: tuple[str, ...], **allowe
         from pipeline.planning.diagnosis import diagnose
 
         return EXIT_BROKEN if show(diagnose(run)) else 0
-    count = show(examine(output, manifests, **allowed))
+    count = show(check_versions())
+    count += show([check_compiler(), *check_shared_memory(), check_disk(output)])
+    count += show(check_data(manifest, **allowed) for manifest in manifests)
+    count += show([check_collectives()])  # before this process allocates GPU memory itself
+    count += show(check_gpus())
     click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
     return EXIT_BROKEN if count else 0
 
 
-def examine(output: Path, manifests: tuple[str, ...], **allowed: bool) -> Iterator[DoctorFinding]:
-    """Run all checks, the cheap ones first; none raises.
+def show(findings: Iterable[DoctorFinding]) -> int:
+    """Print each finding as soon as it is known. Returns the number of those that are broken.
 
     "broken" means that a run on this node would fail; "note" that it may be slow, or differ from what was tested.
     """
-    yield from check_versions()
-    yield check_compiler()
-    yield from check_shared_memory()
-    yield check_disk(output)
-    for manifest in manifests:
-        yield check_data(manifest, **allowed)
-    yield check_collectives()  # before this process allocates GPU memory itself
-    yield from check_gpus()
-
-
-def show(findings: Iterable[DoctorFinding]) -> int:
-    """Print each finding as soon as it is known. Returns the number of those that are broken."""
     broken = 0
     for finding in findings:
         mark, colour = MARKS[finding.status]

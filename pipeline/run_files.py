@@ -83,11 +83,7 @@ def model_folder_in(path: Path) -> Path | None:
 
 
 def check_model(spec: str) -> None:
-    """Refuse what is no model before the packages that read models are imported, which takes seconds.
-
-    Raises:
-        UserError: `spec` is neither a model's or run's folder on this machine nor ARCH:PRETRAINED.
-    """
+    """Raise `no_model` for what is no model before the packages that read models are imported, which takes seconds."""
     if ":" not in spec and model_folder_in(Path(spec)) is None:
         raise no_model(spec)
 

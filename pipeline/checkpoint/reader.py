@@ -129,10 +129,7 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
     """Open a checkpoint's folder, and compare every file with `checkpoint.json`. The ranks of `world`, by default this
-    process alone, share the files; all of them call this and get the same answer.
-
-    Raises:
-        UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
+    process alone, share the files and get the same answer: a `UserError` with what `damage` says on any rank.
     """
     world = world or World()
     problems = world.gather_objects(damage(path, rank=world.rank, ranks=world.size))

@@ -154,11 +154,7 @@ class CheckpointWriter:
         self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
     def begin(self) -> None:
-        """Make the folder and record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too.
-
-        Raises:
-            OSError: The folder cannot be made: every checkpoint of the run would be lost.
-        """
+        """Make the folder and record the run's id; before, nothing is written. Call it on rank 0; `save` does, too."""
         if self._begun:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

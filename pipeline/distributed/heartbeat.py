@@ -64,11 +64,8 @@ class Beat:
 class Heartbeat:
     """Context manager: the heartbeat of this rank, with which it watches the others, if there are any.
 
-    Args:
-        folder: Where heartbeats and the ends of ranks are, until `move`. It is made.
-        world: The ranks.
-        lost_after: Seconds without a heartbeat after which a rank is dead.
-        limit: Seconds of one phase, outside of `training`.
+    Heartbeats and the ends of ranks are in `folder`, until `move`. A rank without a heartbeat for `lost_after` seconds
+    is dead; `limit` is that of a phase, in seconds, outside of `training`.
     """
 
     def __init__(self, folder: Path, *, world: World, lost_after: float, limit: float) -> None:

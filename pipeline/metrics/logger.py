@@ -54,21 +54,13 @@ def sink_names(config: TelemetryConfig) -> list[str]:
 
 
 class Telemetry:
-    """Reports metrics and events to the sinks. On ranks other than 0 there are none, and every call does nothing.
+    """Reports metrics and events of a run to the sinks; on ranks other than 0 there are none. Errors as `sink_names`.
 
-    Sinks write to the run's folder, and drop the records of steps that will be repeated: they are opened by `begin`,
-    when the run is certain to start. What is reported before is kept until then.
+    Sinks write to the run's folder, and drop the records of steps after `first_step`, which will be repeated: they are
+    opened by `begin`, when the run is certain to start. What is reported before is kept until then.
 
     A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
-    raises: the first error is printed. metrics.jsonl gets its lines later.
-
-    Args:
-        run: The run's folder.
-        first_step: The step at which it continues.
-        settings: The run's settings, which trackers show.
-
-    Raises:
-        UserError: As `sink_names`.
+    raises: the first error is printed. metrics.jsonl gets its lines later. Trackers show the `settings`.
     """
 
     def __init__(

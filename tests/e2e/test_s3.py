@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 import pytest
 
@@ -50,13 +49,8 @@ def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
     }
 
     def answers() -> bool:
-        try:
-            urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
-        except HTTPError:
-            return True
-        except (URLError, OSError):
-            return False
-        return True
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
 
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("ab") as output:

@@ -1,4 +1,4 @@
-"""Every sink receives the same records; only rank 0 has sinks."""
+"""What is written of a run's metrics, and what of it on a full disk, after a resume and by several threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,7 @@ import torch
 from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, sink_names
-from pipeline.metrics.sinks import SINKS, JsonLines, Sink, SinkContext, headline
-
-
-class Diary(Sink):
-    """A user-defined tracker."""
-
-    def __init__(self, context: SinkContext) -> None:
-        self.context, self.seen = context, []
-
-    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        self.seen.append((kind, step, dict(values)))
-
-    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        self.seen.append(("event", message, dict(facts)))
+from pipeline.metrics.sinks import JsonLines, headline
 
 
 def opened(run: Path, *, first_step: int = 0, is_main: bool = True, **settings: Any) -> Telemetry:
@@ -44,30 +30,21 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_user_defined_tracker_on_rank_0_receives_the_same_records(tmp_path, monkeypatch):
-    diaries: list[Diary] = []
-
-    def make(context: SinkContext) -> Diary:
-        diaries.append(Diary(context))
-        return diaries[-1]
-
-    monkeypatch.setitem(SINKS.registered, "diary", make)
+def test_rank_0_alone_has_sinks(tmp_path):
+    """Those of a user's own are in test_own_parts.py."""
     for is_main in (False, True):
         assert not list(tmp_path.iterdir())
-        telemetry = opened(tmp_path, first_step=3, trackers=("diary",), is_main=is_main)
+        telemetry = opened(tmp_path, first_step=3, is_main=is_main)
         telemetry.scalars("train", step=4, values={"loss": 1 / 3})
         telemetry.scalars("evaluation", step=4, values={"a": 0.5})
         telemetry.distributions(step=4, values={"x": torch.ones(3)})
         telemetry.event("Something.", facts_of=1)
         telemetry.close()
-    (diary,) = diaries
-    assert (diary.context.run, diary.context.first_step, diary.context.total_steps) == (tmp_path, 3, 9)
-    assert diary.seen == [
-        ("train", 4, {"loss": 1 / 3}), ("evaluation", 4, {"a": 0.5}), ("event", "Something.", {"facts_of": 1}),
-    ]  # fmt: skip
-    assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [
-        ("train", None), ("evaluation", None), ("distribution", None), ("event", "Something."),
-    ]  # fmt: skip
+    first, second, third, fourth = ({k: v for k, v in line.items() if k != "time"} for line in lines(tmp_path))
+    assert first == {"kind": "train", "step": 4, "loss": 0.333333333}
+    assert second == {"kind": "evaluation", "step": 4, "a": 0.5}
+    assert third["kind"] == "distribution"
+    assert fourth == {"kind": "event", "message": "Something.", "facts_of": 1}
 
 
 def test_nothing_is_written_before_the_run_begins_or_after_its_end(tmp_path):

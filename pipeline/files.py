@@ -113,14 +113,11 @@ def file_lock(path: Path, *, shared: bool = False, seconds: float = math.inf) ->
 
 def lock_holder(path: Path) -> str:
     """Who holds the exclusive lock of a file; empty if nobody does."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "another process"
-    except OSError:
-        pass
+    with suppress(OSError), path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
     return ""
 
 

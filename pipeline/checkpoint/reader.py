@@ -169,11 +169,8 @@ def agreed_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that all ranks resume from, which they verify together. Collective.
 
-    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after`; or the folder of one; None starts
-    a new run. `on_event` gets a message, on rank 0, for every checkpoint that is skipped.
-
-    Returns:
-        None for a new run, and when "latest" finds no checkpoint at all.
+    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after` (None if there is none at all); or
+    the folder of one; None starts a new run. `on_event` gets a message on rank 0 for every checkpoint that is skipped.
 
     Raises:
         UserError: The named folder is damaged or not a checkpoint, "latest" finds only damaged ones, or the run would

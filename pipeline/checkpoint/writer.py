@@ -113,9 +113,8 @@ class Snapshot:
 class CheckpointWriter:
     """Writes snapshots in threads, one at a time, to the run's folder, which the ranks share, then to the mirror.
 
-    `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
-    checkpoint that the run continues, is never removed. The end of a run, or of one of its stages, waits for an
-    upload that is under way up to `mirror_minutes`.
+    `on_event` gets a message on rank 0 for every checkpoint that was written or failed. `resumed_from`, from which the
+    run continues, is never removed. `finish` waits for an upload that is under way up to `mirror_minutes`.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class CheckpointWriter:
         """Held by the thread that uploads; the name of the checkpoint that it uploads."""
         self._newest = self._uploaded = Path()
         """The last checkpoint to upload, and the last one that was."""
-        self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
+        self._begun = False
 
     def begin(self) -> None:
         """Make the folder and record the run's id; before, nothing is written. Call it on rank 0; `save` does, too."""
@@ -191,13 +190,11 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
         self.wait()
-        if self._thread is not None and not self._gave_up:
+        if self._thread is not None:
             self._thread.join(self._mirror_seconds)
-            if self._thread.is_alive():
-                self._gave_up = True
-                self._on_event(
-                    f"The upload of the last checkpoint was not finished in {self._mirror_seconds / 60:g} minutes."
-                )
+            if self._thread.is_alive() and self._mirror_seconds:
+                minutes, self._mirror_seconds = self._mirror_seconds / 60, 0.0  # `finish` does not wait again
+                self._on_event(f"The upload of the last checkpoint was not finished in {minutes:g} minutes.")
 
     def give_up(self) -> None:
         """Wait for nothing any more, not in `finish` either: the process ends."""

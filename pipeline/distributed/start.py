@@ -196,12 +196,18 @@ def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: t
                 store.wait(keys, until - waited)
             waited = until
             present = [RankDevice(**json.loads(store.get(key))) for key in keys if store.check([key])]
-            missing = _missing(present, ranks=ranks, seconds=until.total_seconds())
-            problem = contradiction(present) or missing
-            if not missing or problem != missing:
+            absent = sorted({*range(ranks)} - {rank.rank for rank in present})
+            if (problem := contradiction(present)) or not absent:
                 break
+            hosts = sorted(Counter(rank.host for rank in present).items())
+            problem = (
+                f"{len(present)} of {ranks} ranks have come after {until.total_seconds():.0f} s "
+                f"({_shortened([f'{host} with {count}' for host, count in hosts])}); missing: "
+                f"{_shortened(list(map(str, absent)))}. Look at the nodes that are not named here: what their ranks "
+                "printed says why."
+            )
             if until < limit:
-                print(f"Waiting for the other ranks. {missing}", file=sys.stderr, flush=True)
+                print(f"Waiting for the other ranks. {problem}", file=sys.stderr, flush=True)
         cores = []
         for rank in present:
             others = [other.cores for other in present if other.host == rank.host and other is not rank]
@@ -218,19 +224,6 @@ def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: t
             time.sleep(0.1)
             readers = store.add("neuclip/read", 0)
     raise UserError(verdict["problem"])
-
-
-def _missing(present: Sequence[RankDevice], *, ranks: int, seconds: float) -> str:
-    """Which ranks have not come; empty if all have."""
-    missing = sorted(set(range(ranks)) - {rank.rank for rank in present})
-    if not missing:
-        return ""
-    places = [f"{host} with {count}" for host, count in sorted(Counter(rank.host for rank in present).items())]
-    return (
-        f"{len(present)} of {ranks} ranks have come after {seconds:.0f} s ({_shortened(places)}); missing: "
-        f"{_shortened(list(map(str, missing)))}. Look at the nodes that are not named here: what their ranks printed "
-        "says why."
-    )
 
 
 def contradiction(ranks: Sequence[RankDevice]) -> str:

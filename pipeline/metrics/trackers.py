@@ -82,7 +82,7 @@ class TrackerSink(Sink):
         return project | special.get(self.name, {})
 
     def _opened(self, context: SinkContext) -> None:
-        if self.name != "trackio":  # which has them already
+        if self.name not in ("tensorboard", "trackio"):  # the latter has them already
             self._tracker.store_init_configuration(flatten(dict(context.settings)))
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -101,12 +101,9 @@ class TensorBoard(TrackerSink):
         purged = context.first_step + 1 if context.first_step else None
         return {"run_name": "tensorboard", "logging_dir": str(context.run), "purge_step": purged}
 
-    def _opened(self, context: SinkContext) -> None:
-        self._board = self._tracker.tracker
-
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self._board.add_histogram(f"distribution/{name}", value, step)
+            self._tracker.tracker.add_histogram(f"distribution/{name}", value, step)
 
 
 class WeightsAndBiases(TrackerSink):

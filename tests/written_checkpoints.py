@@ -28,11 +28,11 @@ FACTS = {"config": {"batch_size": 8}, "data": POSITION, "faults": FAULTS, "valid
 
 
 def write(run: Path, towers: Towers, steps: list[int], **settings: Any) -> list[str]:
-    """Write the checkpoints of these steps, also to the mirror if there is one, and return the messages."""
+    """Write the checkpoints of these steps (or snapshots), also to a mirror if there is one. Returns the messages."""
     events = list[str]()
     writer = writer_of(run, towers, on_event=events.append, **settings)
     for step in steps:
-        writer.save(snapshot(towers, step))
+        writer.save(step if isinstance(step, Snapshot) else snapshot(towers, step))
         writer.finish()
     return events
 

@@ -213,9 +213,7 @@ def test_writing_a_table_keeps_no_block_but_the_last(tmp_path, towers):
             yield block
             del block
 
-    writer = writer_of(tmp_path, towers)
-    writer.save(replace(snapshot(towers, 1), rows={"u": (0, blocks())}))
-    writer.wait()
+    write(tmp_path, towers, [replace(snapshot(towers, 1), rows={"u": (0, blocks())})])
     assert alive == [0, 1, 1]
     assert latest(tmp_path).read_rows("u", 0, 12).tolist() == list(range(12))
 

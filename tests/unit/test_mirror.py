@@ -46,16 +46,12 @@ def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], ob
 
 def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
     run = tmp_path / "run"
-    writer = writer_of(run, towers, mirror=url, keep_last=2)
-    writer.save(replace(snapshot(towers, 1), best=True))
-    writer.finish()
+    write(run, towers, [replace(snapshot(towers, 1), best=True)], mirror=url)
     events = write(run, towers, [2, 3, 4], mirror=url, keep_last=2, keep_every=2)
     assert sum("is in the mirror" in event for event in events) == 3
     mirror, average = Mirror(url, run), {name: value + 1 for name, value in towers[0].items()}
     assert steps_in(mirror) == [1, 2, 3, 4], "the best one stays, and a multiple of two"
-    writer = writer_of(run, towers, mirror=url, keep_last=1)
-    writer.save(replace(snapshot(towers, 5), ema=average))
-    writer.finish()
+    write(run, towers, [replace(snapshot(towers, 5), ema=average)], mirror=url, keep_last=1)
     assert steps_in(mirror) == [1, 5]
     shutil.rmtree(run)
     found, notes = fetched(run, url)

@@ -101,21 +101,14 @@ def no_model(spec: str) -> UserError:
     )
 
 
-def parse_as(kind: type[T], text: str) -> T | None:
-    """An instance of a dataclass from its JSON; None if that is damaged, or a value is of another type."""
+def read_as(kind: type[T], source: Path | str) -> T | None:
+    """An instance of a dataclass from a file in JSON, or a text; None if that is missing, damaged or something else."""
     try:
+        text = source if isinstance(source, str) else read_bounded(source)
         parsed: T = TypeAdapter(kind).validate_json(text, strict=True)
-    except ValueError:
-        return None
-    return parsed
-
-
-def read_as(kind: type[T], path: Path) -> T | None:
-    """An instance of a dataclass from a JSON file; None if that is missing or damaged."""
-    try:
-        return parse_as(kind, read_bounded(path).decode())
     except (OSError, ValueError):
         return None
+    return parsed
 
 
 def new_run_id() -> str:

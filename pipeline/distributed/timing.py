@@ -99,8 +99,8 @@ class Phases:
             for name, start, end in self._events:
                 self._seconds[name] += start.elapsed_time(end) / 1e3
             self._events.clear()
-        found, self._seconds = dict(self._seconds), defaultdict(float)
-        return found
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
 
 
 class Meter:

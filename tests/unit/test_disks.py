@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +24,47 @@ from pipeline.training.run_state import EXIT_NOT_SAVED
 from tests.metrics import equal, weights
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 
-STEPS = 6
+STEPS, MEGABYTES = 6, 64
 
 
 def _call(*command: object) -> bool:
     return subprocess.run([str(word) for word in command], capture_output=True, check=False).returncode == 0
 
 
-@contextmanager
-def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
-    """A disk of its own at `folder`. Skips the test where that is not possible."""
-    folder.mkdir(exist_ok=True)
-    if os.geteuid() or not _call("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder):
-        pytest.skip("this machine does not allow mounts")
-    try:
-        yield folder
-    finally:
-        _call("umount", "--lazy", folder)
+class SmallDisk:
+    """A disk of its own, mounted at a folder, which can be filled."""
+
+    error = "No space left on device"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._filler = folder, folder / "filler"
+        folder.mkdir()
+        if os.geteuid() or not _call("mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", folder):
+            pytest.skip("this machine does not allow mounts")
+
+    def fail(self) -> None:
+        """Write until nothing more fits."""
+        with suppress(OSError), self._filler.open("ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    def repair(self) -> None:
+        self._filler.unlink()
+
+    def close(self) -> None:
+        _call("umount", "--lazy", self.folder)
 
 
 class JournalledDisk:
-    """ext4 in a file, as a block device: the kernel makes it read-only when its journal fails.
+    """ext4 in a file, as a block device: the kernel makes it read-only when its journal fails."""
 
-    Args:
-        folder: Where it is mounted; the file is beside it.
-    """
+    error = "Read-only file system"
 
-    def __init__(self, folder: Path, *, megabytes: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self._file = folder, folder.with_suffix(".ext4")
         folder.mkdir()
         with self._file.open("wb") as file:
-            file.truncate(megabytes << 20)
+            file.truncate(MEGABYTES << 20)
         if os.geteuid() or not _call("mkfs.ext4", "-q", self._file) or not self._mount():
             pytest.skip("this machine does not allow mounts of files")
 
@@ -73,18 +82,6 @@ class JournalledDisk:
 
     def close(self) -> None:
         _call("umount", self.folder) or _call("umount", "--lazy", self.folder)
-
-
-def fill(disk: Path) -> Path:
-    """Write a file until nothing more fits, and return it."""
-    filler = disk / "filler"
-    try:
-        with filler.open("ab", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-    except OSError:
-        pass
-    return filler
 
 
 @pytest.fixture(scope="module")
@@ -123,42 +120,28 @@ def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CheckpointWriter, "save", save)
 
 
-def continues(base: Path, run: Path) -> bool:
-    """Whether a run that is continued ends as the undisturbed one."""
-    train_here(*settings(base, run), resume="latest")
-    return equal(weights(run, STEPS), weights(base / "whole", STEPS))
-
-
 def steps_of(run: Path) -> list[str]:
     assert not any(damage(path) for path in finished_checkpoints(run))
     return [path.name for path in finished_checkpoints(run)]
 
 
-def test_a_full_disk_ends_a_run_with_74_and_it_continues_when_there_is_space(base, tmp_path, monkeypatch, capfd):
-    with small_disk(tmp_path / "disk", megabytes=64) as disk:
-        before_step(4, lambda: fill(disk), monkeypatch)
-        run = disk / "run"
-        assert code_of(*settings(base, run)) == EXIT_NOT_SAVED
-        assert (
-            "The last checkpoint is not on disk: OSError: [Errno 28] No space left on device" in capfd.readouterr().err
-        )
-        (end,) = read_ends(run / "heartbeats")
-        assert (end.code, "No space left on device" in end.reason) == (EXIT_NOT_SAVED, True)
-        assert steps_of(run) == [name_of(2)]
-        monkeypatch.undo()
-        (disk / "filler").unlink()
-        assert continues(base, run)
-
-
-def test_a_disk_that_becomes_read_only_ends_a_run_with_74(base, tmp_path, monkeypatch, capfd):
-    disk = JournalledDisk(tmp_path / "disk", megabytes=64)
+@pytest.mark.parametrize("kind", [SmallDisk, JournalledDisk])
+def test_a_disk_that_fails_ends_a_run_with_74_and_it_continues_on_a_sound_one(kind, base, tmp_path, monkeypatch, capfd):
+    disk = kind(tmp_path / "disk")
+    run = disk.folder / "run"
     try:
         before_step(4, disk.fail, monkeypatch)
-        assert code_of(*settings(base, disk.folder / "run")) == EXIT_NOT_SAVED
+        assert code_of(*settings(base, run)) == EXIT_NOT_SAVED
         monkeypatch.undo()
-        assert "Read-only file system" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert disk.error in said
+        if kind is SmallDisk:
+            assert "The last checkpoint is not on disk: OSError: [Errno 28] No space left on device" in said
+            (end,) = read_ends(run / "heartbeats")
+            assert (end.code, disk.error in end.reason) == (EXIT_NOT_SAVED, True)
         disk.repair()
-        assert steps_of(disk.folder / "run") == [name_of(2)]
-        assert continues(base, disk.folder / "run")
+        assert steps_of(run) == [name_of(2)]
+        train_here(*settings(base, run), resume="latest")
+        assert equal(weights(run, STEPS), weights(base / "whole", STEPS)), "as a run that nothing disturbed"
     finally:
         disk.close()

@@ -28,6 +28,7 @@ from pipeline.files import write_text
 from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
+from tests.launch import wait_for
 from tests.training import SMALL, prepare, settings_in, train_here
 from tests.written_checkpoints import begin, failing, fetch, fetched, snapshot, steps_in, write, writer_of
 
@@ -181,29 +182,35 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
         write(run, towers, [1], mirror=url)
 
 
-def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, monkeypatch):
-    run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
-    write(run, towers, [1, 2], mirror=url)
-    original = Mirror.upload
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
-    writer = writer_of(run, towers, mirror=url)
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Uploads wait until it is set."""
+    event, upload = threading.Event(), Mirror.upload
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: (event.wait(30), upload(self, path)))
+    return event
+
+
+def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, released):
+    run, place = tmp_path / "run", {"mirror": f"file://{tmp_path}/store"}
+    released.set()
+    write(run, towers, [1, 2], **place)
+    released.clear()
+    writer = writer_of(run, towers, **place)
     writer.save(snapshot(towers, 3))
     writer.wait()
     writer.abandon_after(1)  # while the third one is uploaded
     released.set()
     writer.finish()
-    assert steps_in(Mirror(url, run)) == [1]
-    write(run, towers, [2], mirror=url)
-    writer = writer_of(run, towers, mirror=url)
+    assert steps_in(Mirror(place["mirror"], run)) == [1]
+    write(run, towers, [2], **place)
+    writer = writer_of(run, towers, **place)
     writer.abandon_after(1)  # before it has written anything
     writer.finish()
-    assert steps_in(Mirror(url, run)) == [1]
+    assert steps_in(Mirror(place["mirror"], run)) == [1]
 
 
-def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, towers, monkeypatch):
-    run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
-    original = Mirror.upload
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
+def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, towers, monkeypatch, released):
+    run, url = tmp_path / "run", f"file://{tmp_path}/store"
     writer, held = writer_of(run, towers, mirror=url), list[weakref.ref[Snapshot]]()
     for step in (1, 2):
         given = snapshot(towers, step)
@@ -211,10 +218,7 @@ def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, 
         writer.save(given)
         del given
         writer.wait()
-    until = time.monotonic() + 30
-    while any(reference() for reference in held) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(reference() for reference in held)
+    wait_for(lambda: not any(reference() for reference in held), "snapshots are freed", seconds=30, pause=0.01)
     monkeypatch.setattr(writer_module, "save_tensors", failing(1))
     writer.save(snapshot(towers, 3))
     writer.wait()
@@ -224,12 +228,9 @@ def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, 
     assert steps_in(Mirror(url, run)) == [1, 2]
 
 
-def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):
-    released, events = threading.Event(), list[str]()
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: released.wait(30))
-    writer = writer_of(
-        tmp_path, towers, mirror=f"file://{tmp_path}/store", on_event=events.append, mirror_minutes=0.001
-    )
+def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, released):
+    events, settings = list[str](), {"mirror": f"file://{tmp_path}/store", "mirror_minutes": 0.001}
+    writer = writer_of(tmp_path / "run", towers, on_event=events.append, **settings)
     writer.save(snapshot(towers, 1))
     writer.finish()
     writer.finish()
@@ -242,13 +243,12 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path, monkeypatch):
     released, begun = threading.Event(), list[float]()
 
     def hang(mirror: Mirror, path: Path) -> None:
-        if begun:
-            return  # a later checkpoint: its signals would reach the test runner
-        begun.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-        released.wait(60)
+        if not begun:  # else a later checkpoint: its signals would reach the test runner
+            begun.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            released.wait(60)
 
     monkeypatch.setattr(Mirror, "upload", hang)
     given = ("samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")

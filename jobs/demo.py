@@ -69,7 +69,7 @@ def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
     import torch
 
     from pipeline.config import flatten, read_yaml
-    from pipeline.distributed.precision import why_bf16_is_slow
+    from pipeline.distributed.devices import why_bf16_is_slow
     from pipeline.engine.engine_config import in_fp32
     from pipeline.run_files import RUN_CONFIG_NAME
 
@@ -161,7 +161,7 @@ def train(run: Any) -> tuple[int, str]:
     Returns:
         The exit code and a one-line summary.
     """
-    from pipeline.distributed.workers import preload
+    from pipeline.distributed.processes import preload
     from pipeline.evaluation.run.images import WORKER_IMPORTS
     from pipeline.run_files import finished_checkpoints, step_of
     from pipeline.training.run import train as train_run

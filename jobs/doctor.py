@@ -14,7 +14,7 @@ from typing import Literal
 
 import click
 
-from pipeline.distributed.launch import without_launcher
+from pipeline.distributed.processes import without_launcher
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import existing_folder
 from pipeline.planning import DoctorFinding
@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 NEEDED_GIB = 5.0
 """Free space for the checkpoints of a run."""
 READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
-COLLECTIVE_SECONDS = 180
 
 
 @click.command(name="doctor", epilog="Exit codes: 0 a run can start or continue, 1 something is broken.")
@@ -50,28 +49,20 @@ def command(run: Path | None, output: Path, manifests: tuple[str, ...], **allowe
         from pipeline.planning.diagnosis import diagnose
 
         return EXIT_BROKEN if show(diagnose(run)) else 0
-    count = show(examine(output, manifests, **allowed))
+    count = show(check_versions())
+    count += show([check_compiler(), *check_shared_memory(), check_disk(output)])
+    count += show(check_data(manifest, **allowed) for manifest in manifests)
+    count += show([check_collectives()])  # before this process allocates GPU memory itself
+    count += show(check_gpus())
     click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
     return EXIT_BROKEN if count else 0
 
 
-def examine(output: Path, manifests: tuple[str, ...], **allowed: bool) -> Iterator[DoctorFinding]:
-    """Run all checks, the cheap ones first; none raises.
+def show(findings: Iterable[DoctorFinding]) -> int:
+    """Print each finding as soon as it is known. Returns the number of those that are broken.
 
     "broken" means that a run on this node would fail; "note" that it may be slow, or differ from what was tested.
     """
-    yield from check_versions()
-    yield check_compiler()
-    yield from check_shared_memory()
-    yield check_disk(output)
-    for manifest in manifests:
-        yield check_data(manifest, **allowed)
-    yield check_collectives()  # before this process allocates GPU memory itself
-    yield from check_gpus()
-
-
-def show(findings: Iterable[DoctorFinding]) -> int:
-    """Print each finding as soon as it is known. Returns the number of those that are broken."""
     broken = 0
     for finding in findings:
         mark, colour = MARKS[finding.status]
@@ -88,11 +79,8 @@ def check_versions(constraints: Path = ROOT / "constraints.txt") -> Iterator[Doc
     if not constraints.is_file():
         return
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    other = [
-        f"{name} {version} (tested {tested})"
-        for name, tested in pinned
-        if (version := version_of(name)) not in ("absent", tested)
-    ]
+    here = [(name, tested, version_of(name)) for name, tested in pinned]
+    other = [f"{name} {found} (tested {tested})" for name, tested, found in here if found not in ("absent", tested)]
     if other:
         shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
         text = f"{len(other)} differ from the tested ones: {shown}"
@@ -105,7 +93,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
-    from pipeline.distributed.precision import why_bf16_is_slow
+    from pipeline.distributed.devices import why_bf16_is_slow
 
     in_fp32 = "use engine.deepspeed=zero1_fp32"
     if not torch.cuda.is_available():
@@ -129,30 +117,26 @@ def check_gpus() -> Iterator[DoctorFinding]:
             remedy = "see nvidia-smi: another program holds it, or it needs a reset"
             yield DoctorFinding(gpu, "broken", f"it cannot be used: {in_a_line(error)}", remedy)
             continue
-        if slow:
-            yield DoctorFinding(gpu, "note", f"{text}, no bf16", in_fp32)
-        elif free < 0.9 * total:
-            yield DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi")
-        else:
-            yield DoctorFinding(gpu, "good", text)
+        text, remedy = (f"{text}, no bf16", in_fp32) if slow else (text, "other processes hold memory: see nvidia-smi")
+        busy = slow or free < 0.9 * total
+        yield DoctorFinding(gpu, "note" if busy else "good", text, remedy if busy else "")
 
 
 def check_collectives() -> DoctorFinding:
     """Let this node's GPUs exchange numbers by NCCL, or without GPUs two processes by gloo."""
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend, device, ranks = ("NCCL", "cuda", gpus) if gpus else ("gloo", "cpu", 2)
+    backend, device, ranks = "gloo", "cpu", 2
     hint = "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
-    if gpus:
+    if torch.cuda.is_available():
+        backend, device, ranks = "NCCL", "cuda", torch.cuda.device_count()
         hint = "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
-    limit = COLLECTIVE_SECONDS
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {limit} s", hint)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, cwd=ROOT)
+    except subprocess.TimeoutExpired as error:
+        return DoctorFinding(backend, "broken", f"{ranks} processes did not connect within {error.timeout} s", hint)
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
         said = [line for line in done.stderr.splitlines() if not re.match(r"[EIW]\d{4} ", line)]  # not by the launcher

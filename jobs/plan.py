@@ -76,7 +76,7 @@ def describe(plan: RunPlan, run: RunConfig, *, mfu: float, peak_tflops: float) -
     from pipeline.planning.run_plan import host_bytes
 
     towers, pairs = plan.towers, run.total_steps * run.batch_size
-    hours = plan.gpu_hours(peak_tflops=peak_tflops, mfu=mfu)
+    hours = plan.flops / (peak_tflops * 1e12 * mfu) / 3600
     times = f"{pairs / plan.dataset_size:.2f} times the data"
     at = f"{100 * mfu:.3g}% utilization (--mfu) of {peak_tflops:g} TFLOP/s (--peak-tflops)"
     took = f"{_hours(hours)} GPU hours, {_hours(hours / plan.gpus)} h on {counted(plan.gpus, 'GPU')}"
@@ -108,29 +108,23 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, caption=_memory_note(plan, capacity=capacity), caption_justify="left")
-    table.add_column("ZeRO")
-    for name in (*plan.memory[0], "GiB", "fits"):
-        table.add_column(name, justify="right")
-    for stage, parts in plan.memory.items():
-        total = plan.gpu_bytes(stage) / GIB
-        cells = [f"{value / GIB:.{2 + (name == 'objective')}f}" for name, value in parts.items()]
-        name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
-        table.add_row(name, *cells, f"{total:.2f}", "yes" if fits else "no")
-    Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
-
-
-def _memory_note(plan: RunPlan, *, capacity: float) -> str:
     note = (
         f"Estimates for one GPU. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
         f"Fits: below 90% of {capacity:g} GiB (--gpu-gib); the rest is for workspaces of kernels and fragmentation."
     )
-    if plan.objective.per_sample:
-        per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus
-        note += (
-            f" Per-sample table: {plan.objective.per_sample:g} B a sample, {_size(per_gpu)} of host memory per rank."
-        )
-    return note
+    if row := plan.objective.per_sample:
+        host = _size(row * plan.dataset_size / plan.gpus)
+        note += f" Per-sample table: {row:g} B a sample, {host} of host memory per rank."
+    table = Table(title=title, caption=note, caption_justify="left")
+    table.add_column("ZeRO")
+    for name in (*plan.memory[0], "GiB", "fits"):
+        table.add_column(name, justify="right")
+    for stage, parts in plan.memory.items():
+        total = sum(parts.values()) / GIB
+        cells = [f"{value / GIB:.{2 + (name == 'objective')}f}" for name, value in parts.items()]
+        name, fits = f"{stage} (recipe)" if stage == plan.stage else str(stage), total < 0.9 * capacity
+        table.add_row(name, *cells, f"{total:.2f}", "yes" if fits else "no")
+    Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
 
 
 def _print_lines(lines: Iterable[tuple[str, str]]) -> None:

@@ -18,6 +18,7 @@ import click
 from jobs.plan import counted
 from jobs.recipe_option import TRAINING, RecipePath, load_run
 from pipeline.cores import usable_cores
+from pipeline.distributed.processes import end_with_launcher, launch
 from pipeline.distributed.signals import exit_on_stop_signals
 from pipeline.errors import UserError
 
@@ -89,12 +90,8 @@ def command(
             pairs, size = load_mixture(run.data).epoch_samples, ranks or int(os.environ.get("WORLD_SIZE", "1"))
             print("\n".join(start_lines(run, pairs=pairs, ranks=size, scaled=scaled)), flush=True)
     if ranks is not None and ranks > 1:
-        from pipeline.distributed.launch import launch
-
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
         return launch("jobs.train", [*given, "--announced", *overrides], ranks=ranks)
-    from pipeline.distributed.launch import end_with_launcher
-
     end_with_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train
 

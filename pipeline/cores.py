@@ -6,15 +6,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
@@ -36,18 +33,7 @@ def cores_of_rank(own: Sequence[int], *, others: Sequence[Sequence[int]], quota:
     return max(1, int(share + 1e-6))
 
 
-@contextmanager
-def only_cores(count: int) -> Iterator[None]:
-    """Inside, this thread, and the processes and threads that it starts, use at most this many cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def cpu_quota(root: Path = CGROUPS) -> int | None:
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Cores that the container's CPU quota (cgroup v2 or v1) allows, rounded up; None: no limit."""
     try:
         if (root / "cpu.max").is_file():

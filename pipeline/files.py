@@ -39,15 +39,11 @@ LEFTOVERS = ".*." + "[0-9a-f]" * 32 + ".tmp"
 
 @contextmanager
 def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
-    """A temporary path in the same folder; what is written there takes the place of `path` in one step at the end.
+    """A temporary path beside `path`, in whose place it is put in one step at the end, unless the block raises.
 
-    Readers see the old file or the new one, never a part. When the block raises, the temporary file is removed and
-    `path` is left as it was. Its name cannot be guessed, and no other process on any machine uses it, so that several
-    may replace the same file at once and the last one wins.
-
-    Args:
-        path: The file to create or replace. Its folder is created if needed.
-        durable: Flush the contents to the disk before renaming, so that a power failure cannot leave an empty file.
+    Its name cannot be guessed, and no other process on any machine uses it: if several replace a file at once, the
+    last one wins. The folder is made if needed. `durable` flushes the contents to the disk before renaming, so that a
+    power failure cannot leave an empty file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +65,8 @@ def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, which becomes `path` in one step at the end, or is removed if the block raises.
 
-    Its name cannot be guessed: nothing that others have put there is used or removed. What a killed process leaves
-    behind stays, as `.NAME.XXXXXXXX.tmp`.
-
-    Raises:
-        OSError: Another process has put a folder with contents at `path` meanwhile.
+    Its name cannot be guessed; a killed process leaves it behind. An `OSError` if another process has put a folder with
+    contents at `path` meanwhile.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
@@ -120,14 +113,11 @@ def file_lock(path: Path, *, shared: bool = False, seconds: float = math.inf) ->
 
 def lock_holder(path: Path) -> str:
     """Who holds the exclusive lock of a file; empty if nobody does."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "another process"
-    except OSError:
-        pass
+    with suppress(OSError), path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
     return ""
 
 
@@ -174,12 +164,9 @@ def check_writable(path: str | Path) -> Path:
         UserError: Its folder does not exist or cannot be written to, or it is a folder.
     """
     path = Path(path)
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"Cannot write {path}: its folder does not exist. Create it, or name another file.")
-    if path.is_dir():
-        raise UserError(f"Cannot write {path}: it is a folder. Name a file.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"Cannot write {path}: permission denied. Name another file, or change its permissions.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        why = "it is a folder, its folder does not exist, or you may not write there"
+        raise UserError(f"Cannot write {path}: {why}. Name another file.")
     return path
 
 
@@ -189,10 +176,8 @@ def check_new_folder(path: Path) -> None:
     Raises:
         UserError: It is a file, or not empty.
     """
-    if path.is_file():
-        raise UserError(f"{path} is a file: choose another output folder.")
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"{path} is not empty: choose another output folder.")
+    if path.is_file() or (path.exists() and any(path.iterdir())):
+        raise UserError(f"{path} {'is a file' if path.is_file() else 'is not empty'}: choose another output folder.")
 
 
 def text_lines(text: str) -> list[str]:
@@ -202,11 +187,7 @@ def text_lines(text: str) -> list[str]:
 
 
 def distinct_names(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` with which `json` refuses an object that has a name twice, of which it keeps the last.
-
-    Raises:
-        ValueError: It has.
-    """
+    """The `object_pairs_hook` with which `json` refuses an object that has a name twice, by a `ValueError`."""
     tree = dict(fields)
     if len(tree) < len(fields):
         names = [name for name, _ in fields]

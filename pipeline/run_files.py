@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
-from pipeline.files import parse_mapping, read_bounded, write_text
+from pipeline.files import parse_mapping, read_bounded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,11 +83,7 @@ def model_folder_in(path: Path) -> Path | None:
 
 
 def check_model(spec: str) -> None:
-    """Refuse what is no model before the packages that read models are imported, which takes seconds.
-
-    Raises:
-        UserError: `spec` is neither a model's or run's folder on this machine nor ARCH:PRETRAINED.
-    """
+    """Raise `no_model` for what is no model before the packages that read models are imported, which takes seconds."""
     if ":" not in spec and model_folder_in(Path(spec)) is None:
         raise no_model(spec)
 
@@ -105,21 +101,14 @@ def no_model(spec: str) -> UserError:
     )
 
 
-def parse_as(kind: type[T], text: str) -> T | None:
-    """An instance of a dataclass from its JSON; None if that is damaged, or a value is of another type."""
+def read_as(kind: type[T], source: Path | str) -> T | None:
+    """An instance of a dataclass from a file in JSON, or a text; None if that is missing, damaged or something else."""
     try:
+        text = source if isinstance(source, str) else read_bounded(source)
         parsed: T = TypeAdapter(kind).validate_json(text, strict=True)
-    except ValueError:
-        return None
-    return parsed
-
-
-def read_as(kind: type[T], path: Path) -> T | None:
-    """An instance of a dataclass from a JSON file; None if that is missing or damaged."""
-    try:
-        return parse_as(kind, read_bounded(path).decode())
     except (OSError, ValueError):
         return None
+    return parsed
 
 
 def new_run_id() -> str:
@@ -139,12 +128,6 @@ def read_run_id(run: Path) -> str:
 def valid_run_id(text: object) -> str:
     """An id that was read from a file or a mirror; empty if it is none."""
     return text if isinstance(text, str) and re.fullmatch(RUN_ID, text) else ""
-
-
-def write_run_id(run: Path, run_id: str) -> None:
-    """Record a run's id in its folder, if it is not recorded yet."""
-    if read_run_id(run) != run_id:
-        write_text(run / RUN_ID_NAME, run_id + "\n", durable=True)
 
 
 MOST_RECORDS = 2**31

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.distributed.launch import without_launcher
+from pipeline.distributed.processes import without_launcher
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.distributed.precision import true_fp32
+from pipeline.distributed.devices import true_fp32
 from pipeline.distributed.world import World
 
 

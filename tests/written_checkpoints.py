@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
+from pipeline.run_files import step_of
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
 
@@ -25,14 +27,13 @@ FACTS = {"config": {"batch_size": 8}, "data": POSITION, "faults": FAULTS, "valid
 """What every checkpoint needs beside its step."""
 
 
-def write(
-    run: Path, towers: Towers, steps: list[int], *, events: list[str] | None = None, **settings: int
-) -> list[str]:
-    events = [] if events is None else events
+def write(run: Path, towers: Towers, steps: list[int], **settings: Any) -> list[str]:
+    """Write the checkpoints of these steps (or snapshots), also to a mirror if there is one. Returns the messages."""
+    events = list[str]()
     writer = writer_of(run, towers, on_event=events.append, **settings)
     for step in steps:
-        writer.save(snapshot(towers, step))
-    writer.wait()
+        writer.save(step if isinstance(step, Snapshot) else snapshot(towers, step))
+        writer.finish()
     return events
 
 
@@ -89,3 +90,26 @@ def failing(times: int) -> Callable[..., None]:
         save_file(*args, **kwargs)
 
     return save
+
+
+def steps_in(mirror: Mirror) -> list[int]:
+    return [step_of(Path(name)) for name in mirror.checkpoints(None)]
+
+
+def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
+    """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
+    notes = fetch(run, url)
+    return latest(run, on_event=notes.append), notes
+
+
+def fetch(run: Path, url: str) -> list[str]:
+    """Ask the mirror as a run that continues does, and return the messages."""
+    notes, mirror = list[str](), Mirror(url, run)
+    mirror.at_start(lambda: mirror.fetch_newest(notes.append), world=World())
+    return notes
+
+
+def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
+    """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
+    mirror = Mirror(url, run)
+    mirror.at_start(lambda: mirror.refuse_taken(resume=resume, step=step), world=World())

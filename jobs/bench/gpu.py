@@ -46,7 +46,7 @@ from jobs.bench.harness import trace_steps
 from jobs.bench.loader import make_shards
 from jobs.cli import use_expandable_segments
 from pipeline.cores import usable_cores
-from pipeline.distributed.launch import without_launcher
+from pipeline.distributed.processes import without_launcher
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
 from pipeline.files import write_json

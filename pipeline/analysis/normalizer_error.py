@@ -27,7 +27,7 @@ from pipeline import config as cfg
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
-from pipeline.distributed.precision import true_fp32
+from pipeline.distributed.devices import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.finetuning import LoraConfig

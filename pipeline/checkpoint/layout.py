@@ -62,9 +62,7 @@ FORMAT, VERSION = "neuclip-checkpoint", 1
 
 def run_id_of(run: Path) -> str:
     """A run's id, from its folder or else from its newest checkpoint; empty if neither has one."""
-    if known := read_run_id(run):
-        return known
-    return next(filter(None, (id_in(path) for path in reversed(finished_checkpoints(run)))), "")
+    return read_run_id(run) or next(filter(None, map(id_in, reversed(finished_checkpoints(run)))), "")
 
 
 def id_in(path: Path) -> str:
@@ -73,11 +71,6 @@ def id_in(path: Path) -> str:
         return valid_run_id(read_meta(path).get("run_id"))
     except (OSError, ValueError):
         return ""
-
-
-def is_foreign(other_id: str, run_id: str) -> bool:
-    """Whether a checkpoint with the id `other_id` was written by another run than `run_id`."""
-    return bool(other_id) and other_id != run_id
 
 
 def best_checkpoint(run: Path) -> Path | None:
@@ -223,7 +216,7 @@ def publish(temporary: Path, path: Path, run_id: str, on_event: Callable[[str], 
     """Rename a checkpoint of the run `run_id` into place. One of its own is removed then, another run's is renamed."""
     old = path.with_name(f".{path.name}{REPLACED}")
     if os.path.lexists(path):
-        if is_foreign(other_id := id_in(path), run_id):
+        if (other_id := id_in(path)) not in ("", run_id):
             names = (f"{path.name}.run-{other_id}{f'.{number}' * (number > 1)}" for number in itertools.count(1))
             old = next(other for other in map(path.with_name, names) if not other.exists())
             on_event(f"Checkpoint {path.name} was written by another run ({other_id}) and is {old.name} now.")

@@ -17,7 +17,6 @@ from pipeline.checkpoint.layout import (
     MOMENTS_NAME,
     OBJECTIVE_NAME,
     id_in,
-    is_foreign,
     run_id_of,
     wrong_meta,
 )
@@ -130,10 +129,7 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
     """Open a checkpoint's folder, and compare every file with `checkpoint.json`. The ranks of `world`, by default this
-    process alone, share the files; all of them call this and get the same answer.
-
-    Raises:
-        UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
+    process alone, share the files and get the same answer: a `UserError` with what `damage` says on any rank.
     """
     world = world or World()
     problems = world.gather_objects(damage(path, rank=world.rank, ranks=world.size))
@@ -173,11 +169,8 @@ def agreed_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that all ranks resume from, which they verify together. Collective.
 
-    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after`; or the folder of one; None starts
-    a new run. `on_event` gets a message, on rank 0, for every checkpoint that is skipped.
-
-    Returns:
-        None for a new run, and when "latest" finds no checkpoint at all.
+    `resume` is "latest" for the newest undamaged checkpoint, up to step `not_after` (None if there is none at all); or
+    the folder of one; None starts a new run. `on_event` gets a message on rank 0 for every checkpoint that is skipped.
 
     Raises:
         UserError: The named folder is damaged or not a checkpoint, "latest" finds only damaged ones, or the run would
@@ -197,7 +190,7 @@ def agreed_checkpoint(
     def check() -> None:
         run_id = run_id_of(run)
         paths = [path for path in checkpoint_folders(run) if step_of(path) > step]
-        if later := [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]:
+        if later := [path.name for path in paths if resume is None or id_in(path) in ("", run_id)]:
             raise UserError(taken_by(str(run), later, resume))
 
     world.work_on_main(check)  # others may see another state of the folder
@@ -215,7 +208,7 @@ def _newest(run: Path, *, world: World, on_event: Callable[[str], None], not_aft
             if world.is_main:
                 on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
             continue
-        if not is_foreign(checkpoint.run_id, run_id):
+        if checkpoint.run_id == run_id:
             return checkpoint
         if world.is_main:
             on_event(

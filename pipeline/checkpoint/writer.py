@@ -29,7 +29,6 @@ from pipeline.checkpoint.layout import (
     OBJECTIVE_NAME,
     best_checkpoint,
     id_in,
-    is_foreign,
     outdated,
     publish,
     remove,
@@ -48,13 +47,17 @@ from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.run_files import (
     EMA_NAME,
     FOLDER_NAME,
+    RUN_ID_NAME,
     checkpoint_folders,
     finished_checkpoints,
     name_of,
     new_run_id,
+    read_run_id,
     step_of,
-    write_run_id,
 )
+
+SECONDS_TO_WAIT = 600.0
+"""For the files of another rank."""
 
 
 @section
@@ -110,9 +113,8 @@ class Snapshot:
 class CheckpointWriter:
     """Writes snapshots in threads, one at a time, to the run's folder, which the ranks share, then to the mirror.
 
-    `on_event` is called on rank 0 with a message for every checkpoint that was written or failed. `resumed_from`, the
-    checkpoint that the run continues, is never removed. The end of a run, or of one of its stages, waits for an
-    upload that is under way up to `mirror_minutes`.
+    `on_event` gets a message on rank 0 for every checkpoint that was written or failed. `resumed_from`, from which the
+    run continues, is never removed. `finish` waits for an upload that is under way up to `mirror_minutes`.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class CheckpointWriter:
         self._written = threading.Event()
         """Set unless a thread is writing a checkpoint: threads may still upload earlier ones."""
         self._written.set()
-        self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * mirror_minutes
+        self._mirror_seconds = 60 * mirror_minutes
         self._resumed_from = resumed_from.name if resumed_from and resumed_from.parent == self.folder else ""
         self._verified = {self._resumed_from}
         """Names of the checkpoints of this folder that were verified."""
@@ -148,18 +150,15 @@ class CheckpointWriter:
         """Held by the thread that uploads; the name of the checkpoint that it uploads."""
         self._newest = self._uploaded = Path()
         """The last checkpoint to upload, and the last one that was."""
-        self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
+        self._begun = False
 
     def begin(self) -> None:
-        """Make the folder and record the run's id. Before, nothing is written. Call it on rank 0; `save` does, too.
-
-        Raises:
-            OSError: The folder cannot be made: every checkpoint of the run would be lost.
-        """
+        """Make the folder and record the run's id; before, nothing is written. Call it on rank 0; `save` does, too."""
         if self._begun:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_run_id(self.run, self.run_id)
+        if read_run_id(self.run) != self.run_id:
+            write_text(self.run / RUN_ID_NAME, self.run_id + "\n", durable=True)
         self._begun = True
         if self._config.mirror:
             self._mirror = Mirror(self._config.mirror, self.run)
@@ -191,13 +190,11 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
         self.wait()
-        if self._thread is not None and not self._gave_up:
+        if self._thread is not None:
             self._thread.join(self._mirror_seconds)
-            if self._thread.is_alive():
-                self._gave_up = True
-                self._on_event(
-                    f"The upload of the last checkpoint was not finished in {self._mirror_seconds / 60:g} minutes."
-                )
+            if self._thread.is_alive() and self._mirror_seconds:
+                minutes, self._mirror_seconds = self._mirror_seconds / 60, 0.0  # `finish` does not wait again
+                self._on_event(f"The upload of the last checkpoint was not finished in {minutes:g} minutes.")
 
     def give_up(self) -> None:
         """Wait for nothing any more, not in `finish` either: the process ends."""
@@ -208,7 +205,7 @@ class CheckpointWriter:
         self.begin()
         write_text(self.folder / LATEST_NAME, name_of(step) + "\n", durable=True)
         for path in checkpoint_folders(self.run):  # otherwise `--resume latest` would continue from them
-            if step_of(path) > step and not is_foreign(id_in(path), self.run_id):
+            if step_of(path) > step and id_in(path) in ("", self.run_id):
                 remove(path)
         if best_checkpoint(self.run) is None:
             (self.folder / BEST_NAME).unlink(missing_ok=True)
@@ -300,8 +297,14 @@ class CheckpointWriter:
         """Wait for the other ranks' files, write the list of them all, and rename the folder into place."""
         files: dict[str, Any] = {}
         for rank in range(self._world.size):
-            done = temporary / f"done-{rank:05d}.json"
-            self._await(done, failed=temporary / f"failed-{rank:05d}")
+            deadline = time.monotonic() + SECONDS_TO_WAIT
+            done, failed = temporary / f"done-{rank:05d}.json", temporary / f"failed-{rank:05d}"
+            while not done.exists():
+                if failed.exists():
+                    raise OSError(f"rank {rank}: {failed.read_text()}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no {done.name}: another rank failed, or the run's folder is not shared")
+                time.sleep(0.02)
             files.update(json.loads(done.read_text()))
             done.unlink()
         own = {"step": snapshot.step, "counter": snapshot.counter, "run_id": self.run_id}
@@ -333,28 +336,20 @@ class CheckpointWriter:
         except OSError as error:
             self._on_event(f"{what[0].upper()}{what[1:]} ({type(error).__name__}: {error}).")
 
-    def _await(self, path: Path, *, failed: Path) -> None:
-        deadline = time.monotonic() + self._seconds_to_wait
-        while not path.exists():
-            if failed.exists():
-                raise OSError(f"rank {int(failed.name.removeprefix('failed-'))}: {failed.read_text()}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no {path.name}: another rank failed, or the run's folder is not shared")
-            time.sleep(0.02)
-
     def _prune(self, written: Path, *, last_good: int | None) -> None:
         """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
+
+        def is_good(name: str) -> bool:
+            """Whether it has been verified since the start of this process; otherwise it is verified now."""
+            if name not in self._verified and not damage(self.folder / name):
+                self._verified.add(name)
+            return name in self._verified
+
         best = best_checkpoint(self.run)
         paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) == self.run_id}
         held = {self._resumed_from, best.name if best else "", self._uploading}
         if last_good is not None:
             good = [name for name, path in paths.items() if step_of(path) <= last_good]
             held |= paths.keys() - good[:-1]
-        for name in self._outdated(paths, written=written.name, is_good=self._is_good, held=held):
+        for name in self._outdated(paths, written=written.name, is_good=is_good, held=held):
             remove(paths[name])
-
-    def _is_good(self, name: str) -> bool:
-        """Whether a checkpoint has been verified since the start of this process; otherwise it is verified now."""
-        if name not in self._verified and not damage(self.folder / name):
-            self._verified.add(name)
-        return name in self._verified

@@ -12,19 +12,18 @@ import time
 
 import torch
 
-from pipeline.distributed.launch import end_with_launcher, launch
+from pipeline.distributed.processes import end_with_launcher, launch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import leave
 
-SIZES = {"cpu": 2**22, "cuda": 2**27}
-"""Numbers in the all-reduce that is timed: on GPUs, more than latency would hide."""
 REPEATS = 5
 
 
 def main(device: str) -> None:
     """Sum known numbers, and time a large all-reduce; rank 0 prints one line."""
     with start_world(timeout_minutes=2.0, device=device) as world:
-        x = torch.full((SIZES[device],), float(world.rank + 1), device=world.device)
+        count = 2**27 if device == "cuda" else 2**22  # on GPUs, more than latency would hide
+        x = torch.full((count,), float(world.rank + 1), device=world.device)
         assert float(world.all_reduce(x)[-1]) == world.size * (world.size + 1) / 2, "all_reduce returned wrong numbers"
         world.barrier()
         start = time.perf_counter()
@@ -35,11 +34,8 @@ def main(device: str) -> None:
         rate = sent / (time.perf_counter() - start) / 1e9
         hosts = len(set(world.gather_objects(socket.gethostname())))
         if world.is_main:
-            print(
-                f"round trip: {world.size} processes agree ({hosts} host{'s' * (hosts != 1)}, bus bandwidth of an "
-                f"all-reduce of {x.nbytes // 2**20} MiB: {rate:,.1f} GB/s)",
-                flush=True,
-            )
+            width = f"bus bandwidth of an all-reduce of {x.nbytes // 2**20} MiB: {rate:,.1f} GB/s"
+            print(f"round trip: {world.size} processes agree ({hosts} host{'s' * (hosts != 1)}, {width})", flush=True)
 
 
 if __name__ == "__main__":

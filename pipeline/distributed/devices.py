@@ -1,54 +1,22 @@
-"""Which device a rank computes on, and whether the devices of all ranks fit together.
-
-Before the ranks join a process group, rank 0 compares their hosts, backends and GPUs, so that a message names a node
-that would compute on its CPU while the others wait for it in NCCL, or two ranks on one GPU.
-"""
+"""The device of a rank, and what it computes in: fp32 without TF32, and bf16 unless the device is slow in it."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.errors import UserError, in_a_line
 
-REPORT_AFTER = timedelta(minutes=2)
-"""Ranks that have not come by then are reported."""
-NAMED = 8
-"""A message names at most as many ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankDevice:
-    """What a rank tells the others about itself."""
-
-    rank: int
-    host: str = field(default_factory=socket.gethostname)
-    backend: str
-    """"nccl" or "gloo"."""
-    device: str
-    """The GPU's name, or "CPU"."""
-    gpu: str = ""
-    """The GPU's UUID; empty on a CPU."""
-    cores: list[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
-    """Cores of its affinity."""
-    problem: str = ""
-    """Why it has no device; empty if it has one."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} ({self.device}, {self.backend})"
+SLOW_BF16 = 3.0
+"""From this ratio on, `cpu_bf16_slowdown` means that training in bf16 is slower. A step of the demo takes as long in
+bf16 as in fp32 at a ratio of 1.7, twice as long at 5, and 8 times as long at 12 (docs/benchmarks.md)."""
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
@@ -59,29 +27,22 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
     Raises:
         UserError: There is no such device, or it cannot be used.
     """
-    if name == "cpu":
+    available, host = torch.cuda.is_available(), socket.gethostname()
+    if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
-    host = socket.gethostname()
-    if not torch.cuda.is_available():
-        if name == "cuda":
-            raise UserError(
-                f"engine.device = 'cuda', but torch sees no CUDA device here ({host}): use 'auto' or 'cpu', or look at "
-                "`nvidia-smi` and `neuclip doctor` on this node."
-            )
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count > 1 and local_rank >= count:
+    if not available:
         raise UserError(
-            f"Local rank {local_rank} on {host} has no GPU of its own: torch sees {count}. Start at most one process "
-            "per GPU."
+            f"engine.device = 'cuda', but torch sees no CUDA device here ({host}): use 'auto' or 'cpu', or look at "
+            "`nvidia-smi` and `neuclip doctor` on this node."
         )
-    index = local_rank if count > 1 else 0
+    index = local_rank if (count := torch.cuda.device_count()) > 1 else 0
     try:
         torch.cuda.set_device(index)  # from CUDA 12 on, this takes hold of the GPU
     except RuntimeError as error:
         raise UserError(
-            f"GPU {index} of {host} cannot be used: {in_a_line(error)}. Look at `nvidia-smi` and `neuclip "
-            "doctor` on this node: end the program that holds the GPU, or leave the node out."
+            f"GPU {index} of {host}, where torch sees {count}, cannot be used: {in_a_line(error)}. Start at most one "
+            "process per GPU; look at `nvidia-smi` and `neuclip doctor` on this node: end the program that holds the "
+            "GPU, or leave the node out."
         ) from error
     return torch.device("cuda", index)
 
@@ -91,85 +52,77 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
-def exchange_devices(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
-    """Tell the other ranks about this one through their store. Returns this rank's number of cores.
-
-    Rank 0 judges, after `REPORT_AFTER` also a contradiction among those that have come.
-
-    Raises:
-        UserError: The ranks do not fit together, or some have not come within `limit`.
-    """
-    keys = [f"neuclip/rank-{rank}" for rank in range(ranks)]
-    store.set(keys[own.rank], json.dumps(asdict(own)))
-    if own.rank == 0:
-        waited = timedelta()
-        for until in sorted({min(REPORT_AFTER, limit), limit}):
-            with suppress(dist.DistStoreError):  # the time is up
-                store.wait(keys, until - waited)
-            waited = until
-            present = [RankDevice(**json.loads(store.get(key))) for key in keys if store.check([key])]
-            missing = _missing(present, ranks=ranks, seconds=until.total_seconds())
-            problem = contradiction(present) or missing
-            if not missing or problem != missing:
-                break
-            if until < limit:
-                print(f"Waiting for the other ranks. {missing}", file=sys.stderr, flush=True)
-        cores = []
-        for rank in present:
-            others = [other.cores for other in present if other.host == rank.host and other is not rank]
-            cores.append(cores_of_rank(rank.cores, others=others, quota=cpu_quota()))
-        store.set("neuclip/verdict", json.dumps({"problem": problem, "cores": cores}))
-    store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))
-    verdict = json.loads(store.get("neuclip/verdict"))
-    if not verdict["problem"]:
-        return int(verdict["cores"][own.rank])
-    deadline = time.monotonic() + 10.0
-    with suppress(dist.DistError):
-        readers = store.add("neuclip/read", 1)
-        while own.rank == 0 and readers < len(present) and time.monotonic() < deadline:  # it ends with this process
-            time.sleep(0.1)
-            readers = store.add("neuclip/read", 0)
-    raise UserError(verdict["problem"])
-
-
-def _missing(present: Sequence[RankDevice], *, ranks: int, seconds: float) -> str:
-    """Which ranks have not come; empty if all have."""
-    missing = sorted(set(range(ranks)) - {rank.rank for rank in present})
-    if not missing:
+def why_bf16_is_slow(device: torch.device) -> str:
+    """A sentence for the log if `device` computes matrix products much more slowly in bf16 than in fp32; else empty."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return ""
+        return f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic: torch emulates it."
+    ratio = cpu_bf16_slowdown()
+    if ratio <= SLOW_BF16:
         return ""
-    places = [f"{host} with {count}" for host, count in sorted(Counter(rank.host for rank in present).items())]
-    return (
-        f"{len(present)} of {ranks} ranks have come after {seconds:.0f} s ({_shortened(places)}); missing: "
-        f"{_shortened(list(map(str, missing)))}. Look at the nodes that are not named here: what their ranks printed "
-        "says why."
-    )
+    return f"Matrix products in bf16 take {ratio:.0f} times as long as in fp32 on this CPU."
 
 
-def contradiction(ranks: Sequence[RankDevice]) -> str:
-    """Why these ranks cannot train together; empty if they can."""
-    if broken := [rank for rank in ranks if rank.problem]:
-        nodes = sorted({rank.host for rank in broken} - {broken[0].host})
-        return broken[0].problem + (f" The same on {_shortened(nodes)}." if nodes else "")
-    backends = {backend: [rank for rank in ranks if rank.backend == backend] for backend in ("gloo", "nccl")}
-    if all(backends.values()):
-        odd, others = sorted(backends.values(), key=len)
-        return (
-            f"The ranks do not compute on the same kind of device. The odd ones: {_shortened([str(r) for r in odd])}. "
-            f"The other {len(others)} are like {others[0]}. Look at `nvidia-smi` and `neuclip doctor` on "
-            f"{_shortened(sorted({r.host for r in odd}))}, or set engine.device for all."
-        )
-    holders: dict[str, RankDevice] = {}  # by a number that no two GPUs share: containers of a node have their own names
-    for rank in ranks:
-        other = holders.setdefault(rank.gpu, rank) if rank.gpu else rank
-        if other is not rank:
-            places = rank.host if other.host == rank.host else f"{other.host} and {rank.host}"
-            return (
-                f"Ranks {other.rank} and {rank.rank} on {places} have the same GPU ({rank.device}, {rank.gpu}): "
-                "start at most one process per GPU, or give each task its own (srun --gpus-per-task=1)."
-            )
-    return ""
+@cache
+def cpu_bf16_slowdown() -> float:
+    """Time of a matrix product in bf16 on this CPU, divided by its time in fp32; measured in a fraction of a second.
+
+    1.7 on an Intel Xeon with AVX512_BF16 and without AMX; there, 5 with torch restricted to AVX-512, and 12 with AVX2.
+    """
+    rows, depth, columns = 256, 512, 512
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, weights = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype)
+        times = []
+        for _ in range(4):  # the first is a warm-up
+            start = time.process_time()
+            torch.nn.functional.linear(x, weights)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-6)
 
 
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def keep_fp32(device: torch.device) -> None:
+    """Let fp32 convolutions of this process be in fp32: cuDNN's default is TF32, unlike that of matrix products."""
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def true_fp32(device: torch.device) -> Iterator[None]:
+    """Inside, fp32 matrix products and convolutions do not use TF32 or bf16, and there is no autocast on this kind of
+    device, whatever the process allows otherwise.
+
+    At tau = 0.01, TF32 would cause an error of about 0.05 in the exponent of a similarity.
+
+    torch has an older and a newer interface to these settings, and raises when one is read while the two disagree
+    (torch.compile reads the older). So both are set, unless they disagreed already.
+    """
+    backends: Any = torch.backends
+    cuda, mkldnn = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn), backends.mkldnn
+    operators = (*cuda, mkldnn.matmul, mkldnn.conv)
+    matmul = convolution = None
+    with suppress(RuntimeError):  # torch refuses to read a setting where only the newer interface was used
+        matmul = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        convolution = backends.cudnn.allow_tf32
+    before = [operator.fp32_precision for operator in operators]
+    if matmul not in (None, "highest"):
+        torch.set_float32_matmul_precision("highest")
+    if convolution:
+        backends.cudnn.allow_tf32 = False
+    for operator in operators:
+        operator.fp32_precision = "ieee"
+    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
+    try:
+        with torch.autocast(kind, enabled=False):
+            yield
+    finally:
+        if matmul not in (None, "highest"):
+            torch.set_float32_matmul_precision(matmul)
+        if convolution:
+            backends.cudnn.allow_tf32 = True
+        for operator, precision in zip(operators, before, strict=True):
+            operator.fp32_precision = precision

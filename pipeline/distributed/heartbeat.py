@@ -57,20 +57,15 @@ class Beat:
     """Of this heartbeat."""
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} ({self.host}, process {self.pid}): step {self.step}, {self.phase}, "
-            f"for {self.seconds:.0f} s"
-        )
+        who = f"rank {self.rank} ({self.host}, process {self.pid})"
+        return f"{who}: step {self.step}, {self.phase}, for {self.seconds:.0f} s"
 
 
 class Heartbeat:
     """Context manager: the heartbeat of this rank, with which it watches the others, if there are any.
 
-    Args:
-        folder: Where heartbeats and the ends of ranks are, until `move`. It is made.
-        world: The ranks.
-        lost_after: Seconds without a heartbeat after which a rank is dead.
-        limit: Seconds of one phase, outside of `training`.
+    Heartbeats and the ends of ranks are in `folder`, until `move`. A rank without a heartbeat for `lost_after` seconds
+    is dead; `limit` is that of a phase, in seconds, outside of `training`.
     """
 
     def __init__(self, folder: Path, *, world: World, lost_after: float, limit: float) -> None:
@@ -146,10 +141,8 @@ class Heartbeat:
         if (seconds := self._looks * self._interval) <= self._lost_after:
             return ""
         last = f"Its last one: {self._next}." if self._next else "It has written none since the start."
-        return (
-            f"rank {following} without a heartbeat for {seconds:.0f} s: its process or its node is dead or frozen. "
-            f"{last}"
-        )
+        why = "its process or its node is dead or frozen."
+        return f"rank {following} without a heartbeat for {seconds:.0f} s: {why} {last}"
 
     def _stalled(self) -> str:
         """Where all ranks are, if none has made progress within the limit; else empty."""
@@ -173,8 +166,8 @@ class Heartbeat:
         """End this process, whose training thread may wait forever."""
         with suppress(OSError, ValueError):
             advice = "start again with --resume latest (checkpoints that were written are intact)."
-            end = f"Exit code {EXIT_STALLED}; {advice}"
-            print(f"Rank {self.world.rank} on {self._host}: {text}\n{end}", file=sys.stderr, flush=True)
+            said = f"Rank {self.world.rank} on {self._host}: {text}\nExit code {EXIT_STALLED}; {advice}"
+            print(said, file=sys.stderr, flush=True)
         record_exit(EXIT_STALLED, text)
         path = self.folder / f"stacks-{self.world.rank:05d}.txt"
         with suppress(OSError), path.open("w", encoding="utf-8") as file:
@@ -184,17 +177,9 @@ class Heartbeat:
     def _write(self) -> bool:
         """Write a heartbeat, and return whether that was possible: a full or read-only disk must not end the run."""
         self._number += 1
-        latest = self._phases.latest
-        beat = Beat(
-            rank=self.world.rank,
-            host=self._host,
-            pid=os.getpid(),
-            step=latest.step,
-            phase=latest.phase,
-            marks=latest.count,
-            seconds=round(time.monotonic() - latest.since, 1),
-            number=self._number,
-        )
+        latest, me = self._phases.latest, (self.world.rank, self._host, os.getpid())
+        seconds = round(time.monotonic() - latest.since, 1)
+        beat = Beat(*me, latest.step, latest.phase, marks=latest.count, seconds=seconds, number=self._number)
         try:
             write_text(self._path(self.world.rank), json.dumps(asdict(beat)) + "\n")
         except OSError:

@@ -47,7 +47,7 @@ def exit_on_stop_signals(action: Callable[[int], None] | None = None) -> None:
     writing.setblocking(False)
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)  # so that it reaches the thread and not the default action
     _Waiting.active = True
 
     def watch() -> None:
@@ -71,10 +71,6 @@ def leave_at_once(number: int) -> None:
 def ignore_stop_signals() -> None:
     """The run has ended, and only its processes have to: a stop signal changes nothing any more."""
     _Waiting.action = None
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """A handler, so that the signal reaches the thread and not the default action."""
 
 
 class StopSignals:
@@ -105,10 +101,19 @@ class StopSignals:
 
         `share` adds to the number of ranks that have received a signal, and returns it.
         """
+
+        def first(number: int) -> None:
+            call, self.announce = self.announce, None
+            if call is not None:
+                call(number)
+                with suppress(RuntimeError):  # rank 0, which keeps the number, has ended
+                    if self._share is not None:
+                        self._share(1)
+
         self.announce, self._share = announce, share
         if not self._before:
-            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-            self._action_before, _Waiting.action = _Waiting.action, self._announce_first
+            self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+            self._action_before, _Waiting.action = _Waiting.action, first
 
     def end(self) -> None:
         """Leave signals to whoever handled them before `begin`, unless `ignore_stop_signals` was called meanwhile."""
@@ -120,23 +125,15 @@ class StopSignals:
 
     def on_any_rank(self) -> bool:
         """Whether a signal has arrived on this rank, or is known to have arrived on another one. Not collective."""
-        with suppress(RuntimeError):  # rank 0, which keeps the number, has ended
+        with suppress(RuntimeError):  # as above
             return bool(self.received or (self._share and self._share(0)))
         return False
 
-    def _note(self, number: int, _: Any) -> None:
+    def _receive(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self.received:
             ignore_stop_signals()  # the thread may not yet have seen this one
             raise KeyboardInterrupt
         self.received.append(number)
-
-    def _announce_first(self, number: int) -> None:
-        announce, self.announce = self.announce, None
-        if announce is not None:
-            announce(number)
-            with suppress(RuntimeError):  # as above
-                if self._share is not None:
-                    self._share(1)
 
 
 @contextmanager

@@ -99,8 +99,8 @@ class Phases:
             for name, start, end in self._events:
                 self._seconds[name] += start.elapsed_time(end) / 1e3
             self._events.clear()
-        found, self._seconds = dict(self._seconds), defaultdict(float)
-        return found
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
 
 
 class Meter:
@@ -113,9 +113,7 @@ class Meter:
 
     def __init__(self, batch_size: int, phases: Phases) -> None:
         self._batch_size, self._phases = batch_size, phases
-        self.steps = 0
-        """Since the last reading; counted by the training loop."""
-        self._begin()
+        self.start()
 
     @contextmanager
     def waiting(self, *, hidden_by: torch.device | None = None) -> Iterator[None]:
@@ -132,7 +130,9 @@ class Meter:
     def start(self) -> None:
         """Restart the measurement and drop everything before."""
         self._phases.read()
-        self._begin()
+        self.steps, self._waited = 0, 0.0
+        """Since the last reading; steps are counted by the training loop."""
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
         """Samples per second, CPU time of a step, shares of time (data_wait, time_PHASE), peak memory since the last
@@ -150,9 +150,5 @@ class Meter:
         if torch.cuda.is_available():
             rates["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
-        self._begin()
+        self.start()
         return rates
-
-    def _begin(self) -> None:
-        self.steps, self._waited = 0, 0.0
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()

@@ -107,26 +107,20 @@ class World:
     def work_on_main(self, work: Callable[[], T]) -> T | None:
         """Do on rank 0 what others need not do, or what may take longer than a collective may. Collective.
 
+        Returns what the work returns; None on other ranks, which wait for it. A `UserError` is raised on every rank.
         Long work calls `progress` now and then: without progress, the heartbeats end the run.
-
-        Returns:
-            What the work returns; None on other ranks, which wait until it is done.
-
-        Raises:
-            UserError: The work has raised it. On every rank.
         """
         result, failure = None, None
-        phases = self.phases if self.size > 1 else None
-        before = phases.latest.phase if phases else ""
+        phases = self.phases or Phases(self.device)
+        before = phases.latest.phase
         if self.is_main:
             try:
                 result = work()
             except Exception as error:
                 failure = error
-        if phases:  # rank 0 is behind while it works, and not afterwards
+        if self.size > 1:  # rank 0 is behind while it works, and not afterwards
             phases.mark("wait for rank 0")
-        self.wait_for_all()
-        if phases:
+            self.wait_for_all()
             phases.mark(before)
         problem = self.gather_objects(str(failure) if isinstance(failure, UserError) else "")[0]
         if failure is not None:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.cores import thread_map
-from pipeline.distributed.precision import true_fp32
+from pipeline.distributed.devices import true_fp32
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.model.evaluation_model import EvaluationModel

@@ -12,9 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from pipeline.config import section, suggest
-from pipeline.errors import UserError
-from pipeline.metrics import trackers  # noqa: F401 (registers its sinks)
+from pipeline.config import section
 from pipeline.metrics.sinks import SINKS, Sink, SinkContext
 
 
@@ -50,28 +48,19 @@ def sink_names(config: TelemetryConfig) -> list[str]:
         UserError: `trackers` has a name that no sink is registered under.
     """
     for name in config.trackers:
-        if name not in SINKS.names():
-            raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, SINKS.names())}")
+        SINKS[name]  # raises
     built_in = {"jsonl": True, "tensorboard": config.tensorboard, "progress": config.progress == "auto"}
     return list(dict.fromkeys([*filter(built_in.get, built_in), *config.trackers]))
 
 
 class Telemetry:
-    """Reports metrics and events to the sinks. On ranks other than 0 there are none, and every call does nothing.
+    """Reports metrics and events of a run to the sinks; on ranks other than 0 there are none. Errors as `sink_names`.
 
-    Sinks write to the run's folder, and drop the records of steps that will be repeated: they are opened by `begin`,
-    when the run is certain to start. What is reported before is kept until then.
+    Sinks write to the run's folder, and drop the records of steps after `first_step`, which will be repeated: they are
+    opened by `begin`, when the run is certain to start. What is reported before is kept until then.
 
     A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
-    raises: the first error is printed. metrics.jsonl gets its lines later.
-
-    Args:
-        run: The run's folder.
-        first_step: The step at which it continues.
-        settings: The run's settings, which trackers show.
-
-    Raises:
-        UserError: As `sink_names`.
+    raises: the first error is printed. metrics.jsonl gets its lines later. Trackers show the `settings`.
     """
 
     def __init__(
@@ -101,7 +90,7 @@ class Telemetry:
             UserError: A tracker cannot be opened.
         """
         # Trackers first: one that cannot be opened must not cost the records of metrics.jsonl.
-        opened = {name: SINKS.registered[name](self._context) for name in reversed(self._names)}
+        opened = {name: SINKS[name](self._context) for name in reversed(self._names)}
         self._sinks = [opened[name] for name in self._names]
         kept, self._kept = self._kept or [], None
         for call in kept:

@@ -1,7 +1,4 @@
-"""FLOPs and activation memory of the towers, and the share of a device's peak that they reach (MFU).
-
-They are counted on the meta device, where nothing is computed.
-"""
+"""FLOPs and activation memory of the towers, counted on the meta device, and the share of a device's peak (MFU)."""
 
 from __future__ import annotations
 
@@ -36,17 +33,26 @@ class TowerCosts:
     autocast_bytes: float
     """The same under autocast to bf16."""
     trained: tuple[bool, bool]
-    """Whether any part of the image tower, and of the text tower, is trained."""
+    """As `trained_towers`."""
 
     @property
     def forward_flops(self) -> float:
         return self.image_flops + self.text_flops
 
 
-def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
+def measure_towers(towers: Any, *, image_size: int, context_length: int) -> TowerCosts:
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
+    from pipeline.model.image_tower import is_bf16_under_autocast  # imports open_clip
+
     towers.train()
-    saved, autocast = _saved_bytes(towers, image_size=image_size, context_length=context_length)
+    saved = autocast = 0.0
+    for side, encode in enumerate((towers.encode_image, towers.encode_text)):
+        norms_in_fp32 = side == 1 or not is_bf16_under_autocast(towers.clip.visual)
+        two, four = (
+            _saved_by(encode, _inputs(rows, image_size, context_length)[side], towers, norms_in_fp32=norms_in_fp32)
+            for rows in (2, 4)
+        )
+        saved, autocast = saved + (four[0] - two[0]) / 2, autocast + (four[1] - two[1]) / 2
     image = measure_flops(towers, image_size=image_size, context_length=None)
     return TowerCosts(
         parameters=sum(p.numel() for p in towers.parameters()),
@@ -61,9 +67,8 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
 
 def trained_towers(towers: nn.Module) -> tuple[bool, bool]:
     """Whether any part of the image tower, and of the text tower, is trained."""
-    named = [(name.startswith("clip.visual."), p.requires_grad) for name, p in towers.named_parameters()]
-    image, text = (any(learns for of_image, learns in named if of_image == side) for side in (True, False))
-    return image, text
+    sides = {name.startswith("clip.visual.") for name, p in towers.named_parameters() if p.requires_grad}
+    return True in sides, False in sides
 
 
 def measure_flops(towers: nn.Module, *, image_size: int, context_length: int | None) -> float:
@@ -94,47 +99,18 @@ def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool, autocas
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace `scaled_dot_product_attention` by one that saves what fused kernels save.
+    """Replace `scaled_dot_product_attention` by a fused kernel: it saves inputs, output and a log-sum-exp per query.
 
     On the meta device torch uses the unfused kernel, which saves the L x L attention weights. The function is
     replaced by name because a TorchFunctionMode does not reach the calls of `nn.MultiheadAttention`.
     """
     functional: Any = nn.functional
-    plain = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _FusedAttention.apply(q, k, v)
+    plain, fused = functional.scaled_dot_product_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: fused(q, k, v)[0]
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = plain
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Attention on shapes only. Saves inputs, output and one log-sum-exp per query."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)  # in the layout of q, so that joining the heads copies nothing
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError("shapes only")
-
-
-def _saved_bytes(towers: Any, *, image_size: int, context_length: int) -> tuple[float, float]:
-    """What autograd saves for the backward pass of one pair, in bytes: in fp32, and under autocast."""
-    from pipeline.model.image_tower import is_bf16_under_autocast  # imports open_clip
-
-    totals = [0.0, 0.0]
-    for side, encode in enumerate((towers.encode_image, towers.encode_text)):
-        in_fp32 = side == 1 or not is_bf16_under_autocast(towers.clip.visual)
-        two, four = (
-            _saved_by(encode, _inputs(rows, image_size, context_length)[side], towers, norms_in_fp32=in_fp32)
-            for rows in (2, 4)
-        )
-        totals = [total + (b - a) / 2 for total, a, b in zip(totals, two, four, strict=True)]
-    return totals[0], totals[1]
 
 
 def _saved_by(

@@ -46,10 +46,7 @@ class SinkContext:
 
 
 class Sink:
-    """A destination of metrics, which ignores what it has no method for.
-
-    Only rank 0 has sinks. All steps count the steps that have been taken.
-    """
+    """A destination of metrics on rank 0, which ignores what it has no method for; steps are those taken so far."""
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         """Metrics of kind "train", or scores of kind "evaluation" or "validation"."""
@@ -111,20 +108,15 @@ class JsonLines(Sink):
 def _continue_at(path: Path, first_step: int) -> FileIO:
     """Open the records for appending, after removing those of later steps and a line truncated by a crash."""
     if path.exists():
-        before = path.read_text(encoding="utf-8", errors="replace")
-        kept = "".join(f"{line}\n" for line in before.splitlines() if _remains(line, first_step))
+        before, kept = path.read_text(encoding="utf-8", errors="replace"), ""
+        for line in before.splitlines():
+            record = record_of(line)
+            step = record.get("step") if record and record.get("kind") in STEPWISE else 0
+            if record is not None and isinstance(step, int) and step <= first_step:
+                kept += f"{line}\n"
         if kept != before:
             write_text(path, kept)  # in one step: a kill or a full disk must not cost the records
     return path.open("ab", buffering=0)
-
-
-def _remains(line: str, first_step: int) -> bool:
-    """Whether a line is a record that a run which continues after `first_step` steps does not write again."""
-    record = record_of(line)
-    try:
-        return record is not None and (record.get("kind") not in STEPWISE or record["step"] <= first_step)
-    except (KeyError, TypeError):
-        return False
 
 
 @register_sink("progress")
@@ -138,7 +130,9 @@ class ProgressLines(Sink):
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
         if kind != "train":
-            print(score_line(kind, step, values), flush=True)
+            form = "{} {:.3f}" if kind == "evaluation" else "{} {:.4f}"
+            shown = [form.format(name, value) for name, value in values.items() if name != "pairs"]
+            print(f"{kind.capitalize()} at step {step}: {', '.join(shown) or 'no scores'}", flush=True)
         elif now - self._last >= LINE_SECONDS or step >= self._total:
             self._last = now
             left = (now - self._start) / max(1, step - self._first) * (self._total - step)
@@ -159,13 +153,6 @@ def headline(scalars: Mapping[str, float]) -> str:
         ("data_wait", "data wait {:.0%}"),
     )
     return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
-
-
-def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:
-    """Scores of an evaluation or a validation on one line."""
-    form = "{} {:.3f}" if kind == "evaluation" else "{} {:.4f}"
-    shown = [form.format(name, score) for name, score in scores.items() if name != "pairs"]
-    return f"{kind.capitalize()} at step {step}: {', '.join(shown) or 'no scores'}"
 
 
 def clock(seconds: float) -> str:

@@ -71,17 +71,19 @@ class TrackerSink(Sink):
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
         """The arguments of accelerate's class."""
-        name, folder = context.run.name, str(context.run)
+        name, folder, project = context.run.name, str(context.run), {"run_name": context.project}
         special: dict[str, dict[str, Any]] = {
             "aim": {"run_name": name, "logging_dir": folder, "experiment": context.project},
             "clearml": {"task_name": name},
             "dvclive": {"dir": f"{folder}/dvclive", "resume": True},  # else it empties ./dvclive
             "swanlab": {"experiment_name": name},
+            "trackio": {"name": name, "resume": "allow", "embed": False, "config": dict(context.settings)},
         }
-        return {"run_name": context.project, **special.get(self.name, {})}
+        return project | special.get(self.name, {})
 
     def _opened(self, context: SinkContext) -> None:
-        self._tracker.store_init_configuration(flatten(dict(context.settings)))
+        if self.name not in ("tensorboard", "trackio"):  # the latter has them already
+            self._tracker.store_init_configuration(flatten(dict(context.settings)))
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         self._tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
@@ -96,16 +98,12 @@ class TensorBoard(TrackerSink):
     advice = "Train without it: telemetry.tensorboard=false."
 
     def _options(self, context: SinkContext) -> dict[str, Any]:
-        first = context.first_step
-        options = {"run_name": "tensorboard", "logging_dir": str(context.run)}
-        return {**options, "purge_step": first + 1 if first else None}
-
-    def _opened(self, context: SinkContext) -> None:
-        self._board = self._tracker.tracker
+        purged = context.first_step + 1 if context.first_step else None
+        return {"run_name": "tensorboard", "logging_dir": str(context.run), "purge_step": purged}
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self._board.add_histogram(f"distribution/{name}", value, step)
+            self._tracker.tracker.add_histogram(f"distribution/{name}", value, step)
 
 
 class WeightsAndBiases(TrackerSink):
@@ -152,19 +150,6 @@ class MLflow(TrackerSink):
             write_text(path, self._tracker.tracker.info.run_id + "\n")
 
 
-class Trackio(TrackerSink):
-    """trackio, which keeps metrics on this machine (`trackio show`) or in a Hugging Face space."""
-
-    def _options(self, context: SinkContext) -> dict[str, Any]:
-        run = {"run_name": context.project, "name": context.run.name, "resume": "allow", "embed": False}
-        return {**run, "config": dict(context.settings)}
-
-    def _opened(self, context: SinkContext) -> None:
-        pass
-
-
-KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio}
-
-
+KINDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 for _name in ("tensorboard", *PACKAGES):
     register_sink(_name)(type(_name, (KINDS.get(_name, TrackerSink),), {"name": _name}))

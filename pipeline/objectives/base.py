@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.distributed.precision import true_fp32
+from pipeline.distributed.devices import true_fp32
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors

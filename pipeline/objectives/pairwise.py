@@ -8,7 +8,7 @@ Pairs that are equal to each other are no negatives: two pairs of a batch are eq
 column of [B, k] int64 keys.
 
 exp(h) is never computed by itself: at tau = 0.01 it leaves the range of fp32. Similarities need true fp32 products
-(`pipeline.distributed.precision`).
+(`pipeline.distributed.devices`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.distributed.precision import true_fp32
+from pipeline.distributed.devices import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher, relational_loss

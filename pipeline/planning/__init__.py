@@ -1,11 +1,9 @@
 """What a run will cost, what a node can do, and what happened to a run."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class DoctorFinding:
+class DoctorFinding(NamedTuple):
     """The result of one check; `remedy` says what to do about a "note" or "broken"."""
 
     subject: str

@@ -53,15 +53,10 @@ CODES = {
 
 
 class Evidence:
-    """What a run's folder says about its last start.
-
-    Raises:
-        UserError: It is not the folder of a run.
-    """
+    """What a run's folder says about its last start; a `UserError` if it is not one."""
 
     def __init__(self, run: Path) -> None:
-        known = (run / RUN_CONFIG_NAME).is_file() or (run / FOLDER_NAME).is_dir() or (run / LOCK_NAME).is_file()
-        if not known:
+        if not any((run / name).exists() for name in (RUN_CONFIG_NAME, FOLDER_NAME, LOCK_NAME)):
             raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
         self.run = run
         self.config: dict[str, Any] = {}
@@ -73,22 +68,20 @@ class Evidence:
         self.total_steps = samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
         """0 if the settings cannot be read."""
         records = read_records(run / METRICS_NAME)
-        steps = [record.get("step") for record in records if record.get("kind") == "train"]
-        self.steps = max((step for step in steps if isinstance(step, int)), default=0)
+        steps = [step for r in records if r.get("kind") == "train" and isinstance(step := r.get("step"), int)]
+        self.steps = max(steps, default=0)
         """The last step in metrics.jsonl."""
         events = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
         starts = [number for number, message in enumerate(events) if message.startswith("Resumed from")]
         self.events = events[starts[-1] :] if starts else events
         """Messages of the last start, oldest first."""
-        files = sorted((run / HEARTBEATS).glob("rank-*.json"))
-        self.beats = [beat for path in files if (beat := read_as(Beat, path))]
+        self.beats = [beat for path in sorted((run / HEARTBEATS).glob("rank-*.json")) if (beat := read_as(Beat, path))]
         """Heartbeats that are still there: a rank that reaches the end removes its own."""
         self.exits = read_ends(run / HEARTBEATS)
         order = [*CODES, *(record.code for record in self.exits)]
         self.cause = min(self.exits, key=lambda r: (order.index(r.code), r.time), default=None)
         """The exit that says most about the cause."""
-        ended = {record.rank for record in self.exits}
-        self.killed = [beat.rank for beat in self.beats if beat.rank not in ended]
+        self.killed = [beat.rank for beat in self.beats if beat.rank not in {record.rank for record in self.exits}]
         """Ranks with a heartbeat and no record of their end: killed from outside, or their machine is gone."""
         self.holder = lock_holder(run / LOCK_NAME)
         """Who holds the folder's lock now, so trains in it; empty: nobody."""
@@ -114,7 +107,8 @@ class Evidence:
 def diagnose(run: Path) -> Iterator[DoctorFinding]:
     """All findings: the outcome first, the command to continue last. Checkpoints of a run in progress are left alone.
 
-    Errors as for `Evidence`.
+    Raises:
+        UserError: It is not the folder of a run.
     """
     evidence = Evidence(run)
     yield _outcome(evidence)
@@ -130,13 +124,12 @@ def diagnose(run: Path) -> Iterator[DoctorFinding]:
         return
     for path, problem in evidence.damaged.items():
         yield DoctorFinding(path.name, "broken", problem, "it is skipped by --resume latest; delete it")
-    lost = evidence.steps - evidence.saved
-    loss = f"; {lost:,} logged steps after the newest are trained again" if lost > 0 else ""
-    if evidence.intact:
-        names = ", ".join(path.name for path in evidence.intact)
-        yield DoctorFinding("checkpoints", "good", f"intact: {names}{loss}")
-    else:
-        yield DoctorFinding("checkpoints", "note", "none is intact" if evidence.damaged else "none was finished")
+    text = f"intact: {', '.join(path.name for path in evidence.intact)}"
+    if (lost := evidence.steps - evidence.saved) > 0:
+        text += f"; {lost:,} logged steps after the newest are trained again"
+    if not evidence.intact:
+        text = "none is intact" if evidence.damaged else "none was finished"
+    yield DoctorFinding("checkpoints", "good" if evidence.intact else "note", text)
     yield _command(evidence)
 
 

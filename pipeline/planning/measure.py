@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pipeline.cores import only_cores, usable_cores
+from pipeline.cores import usable_cores
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.start import start_world
 from pipeline.distributed.world import World
@@ -24,8 +26,6 @@ from pipeline.training.run import setup
 LOADER_SHARE, STEP_SHARE = 0.15, 0.25
 """Parts of the time for the loader alone and the steps alone; the rest is for training."""
 PHASES = ("forward", "objective", "backward", "optimizer")
-WARM_UP = 2
-"""Steps before any that count."""
 WAITING = 0.1
 """From this share of waiting for data on, data is the bottleneck."""
 
@@ -42,15 +42,16 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> dict[str, s
     Raises:
         UserError: The recipe cannot be trained here.
     """
-    with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=existing_folder(Path(run.output))) as folder:
+    share = max(1, usable_cores() // min(ranks, torch.cuda.device_count() or ranks))
+    cores, place = os.sched_getaffinity(0), existing_folder(Path(run.output))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=place))
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, sorted(cores)[:share])
+        world = stack.enter_context(start_world(device=run.engine.device))
         trial = _trial(run, ranks=ranks, folder=Path(folder))
-        share = max(1, usable_cores() // min(ranks, torch.cuda.device_count() or ranks))
-        with (
-            only_cores(share),
-            start_world(device=run.engine.device) as world,
-            setup(trial, world=world, resume=None) as trainer,
-        ):
-            return _measure(trainer, run, ranks=ranks, seconds=seconds)
+        trainer = stack.enter_context(setup(trial, world=world, resume=None))
+        return _measure(trainer, run, ranks=ranks, seconds=seconds)
 
 
 def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
@@ -70,11 +71,17 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
 
 def _measure(trainer: Trainer, run: RunConfig, *, ranks: int, seconds: float) -> dict[str, str]:
     local, world, meter = trainer.run.batch_size, trainer.world, trainer.meter
-    for _ in range(WARM_UP):
+    for _ in range(2):  # to warm up
         batch = _train(trainer)
     trainer.batches.wait()
     loader = local / _mean_seconds(lambda: next(trainer.state.loader), LOADER_SHARE * seconds, world)
-    alone, phases = _steps_alone(trainer, batch, seconds=STEP_SHARE * seconds)
+    # The same batch again and again, while the next one is not fetched. At a learning rate of 0: after many updates on
+    # one batch, values can be so small that a CPU is slow with them.
+    trainer.batches._loader, loading = itertools.repeat(batch), trainer.batches._loader
+    meter.start()
+    alone = _mean_seconds(lambda: trainer.train_step(trainer.batches.next(), lr_scale=0.0), STEP_SHARE * seconds, world)
+    phases = meter.read()
+    trainer.batches._loader = loading
     meter.start()
     _mean_seconds(lambda: _train(trainer), (1 - LOADER_SHARE - STEP_SHARE) * seconds, world)
     together = meter.read()
@@ -116,19 +123,6 @@ def _mean_seconds(call: Callable[[], object], seconds: float, world: World) -> f
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / count
-
-
-def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[float, dict[str, float]]:
-    """Mean seconds of a step on the same batch again and again, and the shares of its phases."""
-    batches = trainer.batches
-    batches._loader, loader = itertools.repeat(batch), batches._loader  # a step fetches the batch after it
-    try:
-        trainer.meter.start()
-        # At a learning rate of 0: after many updates on one batch, values can be so small that a CPU is slow with them.
-        alone = _mean_seconds(lambda: trainer.train_step(batches.next(), lr_scale=0.0), seconds, trainer.world)
-        return alone, trainer.meter.read()
-    finally:
-        batches._loader = loader
 
 
 def _train(trainer: Trainer) -> Batch:

@@ -102,14 +102,6 @@ class RunPlan:
         """Of the whole run, as executed, with recomputation."""
         return sum(flops for _, flops in self.stages)
 
-    def gpu_hours(self, *, peak_tflops: float, mfu: float) -> float:
-        """Hours of one GPU that reaches the share `mfu` of its peak."""
-        return self.flops / (peak_tflops * 1e12 * mfu) / 3600
-
-    def gpu_bytes(self, stage: int) -> int:
-        """Estimated bytes on one GPU at a ZeRO stage."""
-        return sum(self.memory[stage].values())
-
 
 def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> RunPlan:
     """Plan a recipe for a number of GPUs, without using one; `dataset_size` counts while there is no manifest.
@@ -150,7 +142,10 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
     every = [measured_towers(stage.run.model) for stage in stages_of(run)]
     largest = max((measured for measured, _, _ in every), key=lambda measured: measured.saved_bytes)
     notes = [note for *_, notes in every for note in notes]
-    notes += [*_stored_features(run, data), *_caption_notes(run, architecture)]
+    notes += _stored_features(run, data)
+    if captions := first_captions(run.data, count=run.batch_size):
+        of, tokenize = f"the first {len(captions):,}", architecture.tokenize
+        notes += caption_notes(tokenize(captions), tokenize=tokenize, of=of, masked=run.objective.mask_equal)
     return RunPlan(
         architecture=architecture,
         gpus=gpus,
@@ -181,15 +176,6 @@ def plan_run(run: RunConfig, *, gpus: int, dataset_size: int | None = None) -> R
         data_missing=missing,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _caption_notes(run: RunConfig, architecture: Architecture) -> list[str]:
-    """Notes on as many of the first captions as a batch has."""
-    captions = first_captions(run.data, count=run.batch_size)
-    if not captions:
-        return []
-    tokens, of = architecture.tokenize(captions), f"the first {len(captions):,}"
-    return caption_notes(tokens, tokenize=architecture.tokenize, of=of, masked=run.objective.mask_equal)
 
 
 def _stored_features(run: RunConfig, data: Order | None) -> Iterator[str]:

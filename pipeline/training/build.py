@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.data.loading.decode import fast_tokenizer
 from pipeline.data.loading.loader import Loader, build_loader
-from pipeline.distributed.workers import preload
+from pipeline.distributed.processes import preload
 from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES, EngineFacts
 from pipeline.errors import UserError, is_out_of_memory

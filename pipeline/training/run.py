@@ -14,9 +14,9 @@ import torch
 from pipeline.checkpoint.layout import restore_replaced
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
+from pipeline.distributed.devices import why_bf16_is_slow
 from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.heartbeat import Heartbeat
-from pipeline.distributed.precision import why_bf16_is_slow
 from pipeline.distributed.signals import StopSignals, ignore_stop_signals
 from pipeline.distributed.start import LostRank, start_world
 from pipeline.distributed.world import World, lost_contact

@@ -24,7 +24,7 @@ from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import NO_LOCKS, file_lock, lock_holder, write_text
-from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, parse_as, read_as, read_meta
+from pipeline.run_files import FOLDER_NAME, RUN_CONFIG_NAME, checkpoint_folders, read_as, read_meta
 from pipeline.training.recipe import RunConfig
 
 ORIGIN_NAME = "origin.json"
@@ -206,7 +206,7 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, copies: Mirror | N
             )
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
             newest = [*copies.checkpoints(None).values()][-1] if copies else {}
-            return origin.is_of(parse_as(Origin, json.dumps(newest.get("origin"))))
+            return origin.is_of(read_as(Origin, json.dumps(newest.get("origin"))))
         return False
 
     return bool(world.gather_objects(world.work_on_main(begun))[0])

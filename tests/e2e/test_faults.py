@@ -58,7 +58,7 @@ def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base):  # noqa: F81
 def test_the_launcher_has_the_exit_code_of_a_killed_rank():
     """As of one that the kernel kills for its memory; `timeit` runs what it is given."""
     ranks = "launch('timeit', ['import os; os.kill(os.getpid(), 9)'], ranks=2)"
-    program = f"import sys; from pipeline.distributed.launch import launch; sys.exit({ranks})"
+    program = f"import sys; from pipeline.distributed.processes import launch; sys.exit({ranks})"
     assert python("-c", program).returncode == 128 + signal.SIGKILL
 
 

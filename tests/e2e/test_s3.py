@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 import pytest
 
@@ -22,8 +21,8 @@ from pipeline.errors import UserError
 from pipeline.run_files import META_NAME, PREFIX, name_of
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import Program, free_port, run, wait_for
-from tests.mirrors import begin, fetch, steps_in
 from tests.shards import write_shards
+from tests.written_checkpoints import begin, fetch, steps_in
 
 pytestmark = [pytest.mark.daily, pytest.mark.slow]
 
@@ -50,13 +49,8 @@ def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
     }
 
     def answers() -> bool:
-        try:
-            urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
-        except HTTPError:
-            return True
-        except (URLError, OSError):
-            return False
-        return True
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
 
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("ab") as output:

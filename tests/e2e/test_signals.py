@@ -33,13 +33,9 @@ def launch(launcher: str, arguments: list[str]) -> list[str]:
 
 
 def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program, *, step: int = 5) -> list[int]:
-    """Wait for the moment of a signal, and return the process ids of the ranks that have begun to train.
+    """Wait until a `step`, counted from the run's first start, was taken, or a `checkpoint` is being written after it.
 
-    Args:
-        moment: "step": this step was taken; "checkpoint": one is being written after it.
-        run: The run's folder.
-        process: The launcher.
-        step: Counted from the run's first start.
+    Returns the process ids of the ranks that have begun to train; `process` is their launcher.
     """
     metrics = run / "metrics.jsonl"
 

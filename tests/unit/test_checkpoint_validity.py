@@ -141,13 +141,9 @@ def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path, towers):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     (tmp_path / "checkpoints" / name_of(99)).mkdir()
     start = tmp_path / "checkpoints" / name_of(20)
-    writer = writer_of(tmp_path, towers, resumed_from=start, keep_last=1)
-    left = []
-    for step in (30, 34, 36):
-        writer.save(snapshot(towers, step))
-        writer.wait()
-        left.append([step_of(path) for path in checkpoint_folders(tmp_path)])
-    assert left == [[20, 30, 35, 99], [20, 34, 35, 99], [20, 36, 99]]
+    for step, left in ((30, [20, 30, 35, 99]), (34, [20, 34, 35, 99]), (36, [20, 36, 99])):
+        write(tmp_path, towers, [step], resumed_from=start, keep_last=1)
+        assert [step_of(path) for path in checkpoint_folders(tmp_path)] == left
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])
@@ -160,11 +156,7 @@ def test_a_full_disk_at_a_pointer_loses_no_checkpoint(tmp_path, towers, monkeypa
         return original(path, text, **how)
 
     monkeypatch.setattr(writer_module, "write_text", full)
-    events = list[str]()
-    writer = writer_of(tmp_path, towers, on_event=events.append)
-    writer.save(replace(snapshot(towers, 1), best=True))
-    writer.wait()
-    assert not writer.problem
+    events = write(tmp_path, towers, [replace(snapshot(towers, 1), best=True)])
     assert events[0].startswith("Checkpoint step-00000001 written")
     assert f"`{name}` does not name step-00000001" in events[1]
     assert not [event for event in events if "NOT be written" in event]

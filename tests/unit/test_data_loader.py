@@ -15,7 +15,7 @@ from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards.storage import open_records
-from pipeline.distributed.workers import means_worker_died
+from pipeline.distributed.processes import means_worker_died
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import count_tokens, open_loader, write_shards

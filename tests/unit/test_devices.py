@@ -1,4 +1,4 @@
-"""Which device and which cores a rank takes, and ranks that do not fit together."""
+"""Which device and which cores a rank takes, what it computes in, and ranks that do not fit together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +18,27 @@ import torch
 import torch.distributed as dist
 
 from jobs import doctor
-from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
+from jobs.demo import RECIPE, in_faster_precision
+from pipeline.config import dump
+from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
-from pipeline.distributed.devices import RankDevice, choose_device, contradiction, exchange_devices
+from pipeline.distributed.devices import choose_device, keep_fp32, true_fp32
+from pipeline.distributed.start import RankDevice, contradiction, exchange_devices
 from pipeline.distributed.world import World, free_port
+from pipeline.engine.engine_config import EngineConfig, in_fp32
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import EvaluationConfig, connected_world
+from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.training.recipe import RunConfig, load_recipe
 from tests.launch import ROOT
+from tests.metrics import metrics
+from tests.training import prepare, settings_in, train_here
 
 GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", cores=[0, 1])
 CPU = replace(GPU, rank=1, host="node2", backend="gloo", device="CPU", gpu="")
+SLOW = "Matrix products in bf16 take 12 times as long as in fp32 on this CPU."
 
 
 def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch):
@@ -58,9 +68,6 @@ def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch):
         current = pretend_gpus(monkeypatch, count)
         assert choose_device("auto", local_rank=local_rank) == torch.device("cuda", expected)
         assert current == [expected]
-    pretend_gpus(monkeypatch, 4)
-    with pytest.raises(UserError, match=r"Local rank 4 .* torch sees 4"):
-        choose_device("auto", local_rank=4)
     pretend_gpus(monkeypatch, 0)
     assert choose_device("auto", local_rank=2).type == "cpu"
     with pytest.raises(UserError, match="no CUDA device here"):
@@ -75,8 +82,9 @@ def test_a_gpu_that_cannot_be_used_is_named(monkeypatch):
 
     pretend_gpus(monkeypatch, 8)
     monkeypatch.setattr(torch.cuda, "set_device", busy)
-    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node7")
-    with pytest.raises(UserError, match=r"GPU 3 of node7 cannot be used: CUDA error: .* unavailable\. .*nvidia-smi"):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    refused = r"GPU 3 of node7, where torch sees 8, cannot be used: CUDA error: .* unavailable\. .*nvidia-smi"
+    with pytest.raises(UserError, match=refused):
         choose_device("auto", local_rank=3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
     findings = list(doctor.check_gpus())
@@ -134,15 +142,12 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch):
 
 
 def test_ranks_learn_their_share_of_cores():
-    own = [replace(CPU, rank=r, cores=list(range(8 * r, 8 * r + 8))) for r in range(2)]  # srun --cpus-per-task=8
-    assert meet_all(own, size=2) == [8, 8]
     shared = [replace(CPU, rank=r, cores=list(range(64))) for r in range(4)]  # torchrun
-    assert meet_all(shared, size=4) == [16] * 4
     assert meet_all([*shared[:3], replace(shared[3], host="node9")], size=4) == [21, 21, 21, 64]
 
 
 def test_missing_ranks_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(devices, "REPORT_AFTER", timedelta(seconds=0.2))
+    monkeypatch.setattr(start, "REPORT_AFTER", timedelta(seconds=0.2))
     (error,) = meet_all([GPU], size=3, limit=1.0)
     assert "1 of 3 ranks have come" in str(error)
     assert "(node1 with 1); missing: 1, 2." in str(error)
@@ -222,8 +227,55 @@ def test_workers_leave_a_core_to_the_trainer():
         assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
 
 
-def test_fewer_cores_are_for_this_block_only():
-    before = usable_cores()
-    with only_cores(1):
-        assert usable_cores() == 1
-    assert usable_cores() == before
+@pytest.fixture(params=[12.0, 1.7])
+def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(devices, "cpu_bf16_slowdown", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return float(request.param)
+
+
+def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
+    found = [finding for finding in doctor.check_gpus() if finding.subject == "bf16"]
+    assert [(f.status, f.found, f.remedy) for f in found] == (
+        [("note", SLOW[:-1], "use engine.deepspeed=zero1_fp32")] if slowdown > 3 else []
+    )
+
+
+def test_a_run_in_bf16_warns_there(slowdown, tmp_path):
+    prepare(tmp_path, [16])
+    for name in ("zero1_bf16", "zero1_fp32"):
+        train_here(*settings_in(tmp_path, name, f"engine.deepspeed={name}", "samples=8", "data.streams=1"))
+        records = [record for record in metrics(tmp_path / name, "event") if "in bf16" in record["message"]]
+        warnings = [record["message"] for record in records if record["level"] == "warning"]
+        expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
+        assert warnings == (expected if slowdown > 3 and name == "zero1_bf16" else [])
+
+
+def test_the_advice_names_a_file_that_exists():
+    assert in_fp32(EngineConfig(deepspeed="zero2_bf16")) == "zero2_fp32"
+    assert in_fp32(EngineConfig(deepspeed="/home/me/own_bf16.json")) == "zero1_fp32"
+
+
+def demo(*overrides: str, output: Path) -> RunConfig:
+    return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
+
+
+def test_the_demo_trains_in_fp32_there_unless_its_precision_is_given(slowdown, tmp_path, capsys):
+    assert demo(output=tmp_path).engine.deepspeed == ("zero1_fp32" if slowdown > 3 else "zero1_bf16")
+    assert capsys.readouterr().out.startswith(SLOW) == (slowdown > 3)
+    assert demo("engine.deepspeed=zero2_bf16", output=tmp_path).engine.deepspeed == "zero2_bf16"
+    for before in ("zero1_bf16", "zero1_fp32"):  # of a demo that is continued
+        (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={before}"])))
+        assert demo(output=tmp_path).engine.deepspeed == before
+
+
+def test_convolutions_on_a_gpu_do_not_use_tf32(monkeypatch):
+    """Regression test: fp32 training and scores had TF32 in the patches' convolution."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    keep_fp32(torch.device("cpu"))
+    assert torch.backends.cudnn.allow_tf32
+    keep_fp32(torch.device("cuda"))
+    assert not torch.backends.cudnn.allow_tf32
+    with true_fp32(torch.device("cpu")):
+        assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

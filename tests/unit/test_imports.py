@@ -65,8 +65,7 @@ ONLY_IMPORTERS = {
     "torch.distributed": {
         "pipeline.distributed.world",
         "pipeline.distributed.start",
-        "pipeline.distributed.devices",
-        "pipeline.distributed.launch",
+        "pipeline.distributed.processes",
     },
     "deepspeed": {"pipeline.engine"},
 }

@@ -25,12 +25,12 @@ from pipeline.checkpoint.writer import Snapshot
 from pipeline.distributed.world import WRITER, World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id, write_run_id
+from pipeline.run_files import META_NAME, checkpoint_folders, digest_of, name_of, read_run_id
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from tests.mirrors import begin, fetch, fetched, steps_in, write, writer_of
+from tests.launch import wait_for
 from tests.training import SMALL, prepare, settings_in, train_here
-from tests.written_checkpoints import failing, snapshot
+from tests.written_checkpoints import begin, failing, fetch, fetched, snapshot, steps_in, write, writer_of
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 OTHER = "0123456789abcdef"
@@ -47,16 +47,12 @@ def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], ob
 
 def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
     run = tmp_path / "run"
-    writer = writer_of(run, url, towers, keep_last=2)
-    writer.save(replace(snapshot(towers, 1), best=True))
-    writer.finish()
-    events = write(run, url, towers, [2, 3, 4], keep_last=2, keep_every=2)
+    write(run, towers, [replace(snapshot(towers, 1), best=True)], mirror=url)
+    events = write(run, towers, [2, 3, 4], mirror=url, keep_last=2, keep_every=2)
     assert sum("is in the mirror" in event for event in events) == 3
     mirror, average = Mirror(url, run), {name: value + 1 for name, value in towers[0].items()}
     assert steps_in(mirror) == [1, 2, 3, 4], "the best one stays, and a multiple of two"
-    writer = writer_of(run, url, towers, keep_last=1)
-    writer.save(replace(snapshot(towers, 5), ema=average))
-    writer.finish()
+    write(run, towers, [replace(snapshot(towers, 5), ema=average)], mirror=url, keep_last=1)
     assert steps_in(mirror) == [1, 5]
     shutil.rmtree(run)
     found, notes = fetched(run, url)
@@ -75,7 +71,7 @@ def test_a_fresh_machine_resumes_from_the_mirror(tmp_path, url, towers):
 
 def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url, towers, monkeypatch):
     run, mirror = tmp_path / "run", Mirror(url, tmp_path / "run")
-    write(run, url, towers, [1])
+    write(run, towers, [1], mirror=url)
     original, size, files = Mirror._make_folder, type(mirror._files).size, list[str]()
 
     def dies(mirror: Mirror, path: str) -> None:
@@ -90,7 +86,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
     ):
         with monkeypatch.context() as patch:
             patch.setattr(Mirror if method is original else type(mirror._files), method.__name__, broken)
-            (event,) = [event for event in write(run, url, towers, [2]) if "mirror" in event]
+            (event,) = [event for event in write(run, towers, [2], mirror=url) if "mirror" in event]
         assert "step-00000002 is NOT in the mirror" in event
         assert why in event
         assert event.endswith("Training continues.")
@@ -102,7 +98,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
         (MOMENTS, None),
         *((META_NAME, text) for text in ("[]", "7", '{"files": []}', "\udcff", "[" * 100_000, '{"config": 7}', meta)),
     ):
-        write(run, url, towers, [2])  # again: what is damaged is replaced
+        write(run, towers, [2], mirror=url)  # again: what is damaged is replaced
         mirror._files.rm_file(f"{name_of(2)}/{file}")
         if text is not None:
             mirror._files.pipe_file(f"{name_of(2)}/{file}", text.encode(errors="surrogateescape"))
@@ -118,7 +114,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
 def test_a_download_that_fails_ends_the_start(tmp_path, towers, monkeypatch):
     """Regression test: an older checkpoint was taken when the network failed during the download of the newest."""
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
-    write(run, url, towers, [1, 2])
+    write(run, towers, [1, 2], mirror=url)
     shutil.rmtree(run)
     monkeypatch.setattr(LocalFileSystem, "get_file", lambda *_, **__: 1 // 0)
     with pytest.raises(UserError, match=r"cannot be used \(ZeroDivisionError"):
@@ -127,7 +123,7 @@ def test_a_download_that_fails_ends_the_start(tmp_path, towers, monkeypatch):
 
 def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     url, first, other = f"file://{tmp_path}/store", tmp_path / "one" / "run", tmp_path / "other" / "run"
-    write(first, url, towers, [1, 2])
+    write(first, towers, [1, 2], mirror=url)
     own = rf"belongs to run {read_run_id(first)}, and .*"
     begin(first, url, resume="old", step=2)
     begin(tmp_path / "third", url)
@@ -139,12 +135,12 @@ def test_the_mirror_of_another_run_is_refused(tmp_path, towers):
     ):
         with pytest.raises(UserError, match=refused):
             begin(run, url, resume=resume, step=step)
-    write_run_id(other, OTHER)
+    write_text(other / "run_id", OTHER)
     for start in (lambda: begin(other, url, resume="elsewhere", step=9), lambda: fetch(other, url)):
         with pytest.raises(UserError, match=rf"{own} is run {OTHER}"):
             start()
     assert not (other / "checkpoints").exists()
-    events = write(other, url, towers, [1], keep_last=1)  # as if both had begun before either had a checkpoint
+    events = write(other, towers, [1], mirror=url, keep_last=1)  # as if both had begun before either had a checkpoint
     assert "NOT in the mirror" in events[-1]
     assert f"belongs to run {read_run_id(first)}" in events[-1]
     mirror = Mirror(url, first)
@@ -163,7 +159,7 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
         for name in ("../../outside", "ema/../../../outside", str(tmp_path / "outside"), ".")
     ]
     for change, why in (*changes, (lambda meta: meta.update(run_id="x/../../elsewhere"), "run_id is wrong")):
-        write(run, url, towers, [1, 2])
+        write(run, towers, [1, 2], mirror=url)
         mirror = Mirror(url, run)
         change_meta(mirror, 2, change)
         shutil.rmtree(run)
@@ -180,46 +176,49 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
         assert not (run / "checkpoints" / "best").exists()
         write_text(run / "checkpoints" / "best", name)
         assert best_checkpoint(run) is None
-        write(run, url, towers, [2, 3], keep_last=1)
+        write(run, towers, [2, 3], mirror=url, keep_last=1)
         assert (precious / "thesis").read_text() == "ten years"
         assert [path.name for path in checkpoint_folders(run)] == ["step-00000003"]
-        write(run, url, towers, [1])
+        write(run, towers, [1], mirror=url)
 
 
-def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, monkeypatch):
-    run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
-    write(run, url, towers, [1, 2])
-    original = Mirror.upload
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
-    writer = writer_of(run, url, towers)
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Uploads wait until it is set."""
+    event, upload = threading.Event(), Mirror.upload
+    monkeypatch.setattr(Mirror, "upload", lambda self, path: (event.wait(30), upload(self, path)))
+    return event
+
+
+def test_a_rollback_removes_later_checkpoints_from_the_mirror(tmp_path, towers, released):
+    run, place = tmp_path / "run", {"mirror": f"file://{tmp_path}/store"}
+    released.set()
+    write(run, towers, [1, 2], **place)
+    released.clear()
+    writer = writer_of(run, towers, **place)
     writer.save(snapshot(towers, 3))
     writer.wait()
     writer.abandon_after(1)  # while the third one is uploaded
     released.set()
     writer.finish()
-    assert steps_in(Mirror(url, run)) == [1]
-    write(run, url, towers, [2])
-    writer = writer_of(run, url, towers)
+    assert steps_in(Mirror(place["mirror"], run)) == [1]
+    write(run, towers, [2], **place)
+    writer = writer_of(run, towers, **place)
     writer.abandon_after(1)  # before it has written anything
     writer.finish()
-    assert steps_in(Mirror(url, run)) == [1]
+    assert steps_in(Mirror(place["mirror"], run)) == [1]
 
 
-def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, towers, monkeypatch):
-    run, url, released = tmp_path / "run", f"file://{tmp_path}/store", threading.Event()
-    original = Mirror.upload
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: (released.wait(30), original(self, path)))
-    writer, held = writer_of(run, url, towers), list[weakref.ref[Snapshot]]()
+def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, towers, monkeypatch, released):
+    run, url = tmp_path / "run", f"file://{tmp_path}/store"
+    writer, held = writer_of(run, towers, mirror=url), list[weakref.ref[Snapshot]]()
     for step in (1, 2):
         given = snapshot(towers, step)
         held.append(weakref.ref(given))
         writer.save(given)
         del given
         writer.wait()
-    until = time.monotonic() + 30
-    while any(reference() for reference in held) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(reference() for reference in held)
+    wait_for(lambda: not any(reference() for reference in held), "snapshots are freed", seconds=30, pause=0.01)
     monkeypatch.setattr(writer_module, "save_tensors", failing(1))
     writer.save(snapshot(towers, 3))
     writer.wait()
@@ -229,10 +228,9 @@ def test_uploads_hold_no_snapshots_and_are_waited_for_after_a_failure(tmp_path, 
     assert steps_in(Mirror(url, run)) == [1, 2]
 
 
-def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, monkeypatch):
-    released, events = threading.Event(), list[str]()
-    monkeypatch.setattr(Mirror, "upload", lambda self, path: released.wait(30))
-    writer = writer_of(tmp_path / "run", f"file://{tmp_path}/store", towers, events.append, mirror_minutes=0.001)
+def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, released):
+    events, settings = list[str](), {"mirror": f"file://{tmp_path}/store", "mirror_minutes": 0.001}
+    writer = writer_of(tmp_path / "run", towers, on_event=events.append, **settings)
     writer.save(snapshot(towers, 1))
     writer.finish()
     writer.finish()
@@ -245,13 +243,12 @@ def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path, monkeypatch):
     released, begun = threading.Event(), list[float]()
 
     def hang(mirror: Mirror, path: Path) -> None:
-        if begun:
-            return  # a later checkpoint: its signals would reach the test runner
-        begun.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-        released.wait(60)
+        if not begun:  # else a later checkpoint: its signals would reach the test runner
+            begun.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            released.wait(60)
 
     monkeypatch.setattr(Mirror, "upload", hang)
     given = ("samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")

@@ -10,10 +10,10 @@ import pytest
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.errors import UserError
 from tests.hub import TOKEN, ModelHub, use_hub
-from tests.mirrors import begin, steps_in, write
 from tests.training import prepare, settings_in, train_here
 from tests.unit.test_mirror import test_a_fresh_machine_resumes_from_the_mirror  # noqa: F401 (with this file's `url`)
 from tests.web import serve
+from tests.written_checkpoints import begin, steps_in, write
 
 REPOSITORY = "ada/runs"
 
@@ -38,17 +38,17 @@ def url(hub: ModelHub) -> str:
 
 def test_a_checkpoint_is_one_commit_and_a_refusal_does_not_end_the_run(tmp_path, hub, url, towers):
     run = tmp_path / "run"
-    write(run, url, towers, [1])
+    write(run, towers, [1], mirror=url)
     assert hub.commits == ["Checkpoint run/step-00000001"]
     here = {file.relative_to(run).as_posix(): file.read_bytes() for file in run.rglob("step-*/**/*") if file.is_file()}
     assert hub.files[REPOSITORY] == {f"deep/run/{name}": data for name, data in here.items()}
     hub.refuses = True
-    events = write(run, url, towers, [2])
+    events = write(run, towers, [2], mirror=url)
     assert "step-00000002 is NOT in the mirror" in events[-1]
     assert "out of storage" in events[-1]
     assert events[-1].endswith("Training continues.")
     hub.refuses = False
-    write(run, url, towers, [3])
+    write(run, towers, [3], mirror=url)
     assert steps_in(Mirror(url, run)) == [1, 3]
 
 

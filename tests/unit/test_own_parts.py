@@ -72,7 +72,7 @@ def test_a_tracker(tmp_path, capsys):
     assert capsys.readouterr().err == "Toy cannot be written (KeyError('loss')): metrics are missing there.\n"
     telemetry.close()
     assert (tmp_path / "run/toy.txt").read_text() == "train 1 0.5"
-    with pytest.raises(UserError, match=r"telemetry.trackers: there is no sink 'tpy'.*nearest is toy"):
+    with pytest.raises(UserError, match=r"telemetry.trackers = 'tpy': no such tracker.*nearest is toy"):
         Telemetry(tmp_path, config=TelemetryConfig(trackers=("tpy",)), total_steps=2, first_step=0, is_main=True)
 
 

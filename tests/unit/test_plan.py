@@ -83,7 +83,6 @@ def test_checkpointing_saves_memory(arch):
     assert less.memory[1]["activations"] < 0.35 * full.memory[1]["activations"]
     assert less.flops == pytest.approx(full.flops * 4 / 3)
     assert full.flops == pytest.approx(1000 * 3 * full.towers.forward_flops)
-    assert full.gpu_hours(peak_tflops=100, mfu=0.5) == pytest.approx(full.flops / 5e13 / 3600)
 
 
 def test_memory_of_the_zero_stages():

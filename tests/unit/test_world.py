@@ -4,8 +4,7 @@ which the others wait."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import fsspec
@@ -17,8 +16,9 @@ from pipeline.checkpoint.mirror import Mirror
 from pipeline.distributed import start
 from pipeline.distributed.start import start_world
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.world import World, limit_collectives
+from pipeline.distributed.world import NEXT_BATCH, WRITER, World, limit_collectives
 from pipeline.errors import UserError
+from pipeline.files import file_lock
 from pipeline.training.recipe import parse_recipe
 from pipeline.training.run_folder import hold_folder
 from tests.launch import python
@@ -72,17 +72,14 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path, monkeypatc
     run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
     with hold_folder(run, world=World()):
         pass  # the lock is released on exit
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('held', flush=True); input()"
-    command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
-        with (
-            pytest.raises(UserError, match=rf"training in .* \(.*, process {os.getpid()}\): stop it first"),
-            hold_folder(run, world=World()),
-        ):
-            pass
-        process.kill()
+    monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
+    refused = rf"training in .* \(.*, process {os.getpid()}\): stop it first"
+    with (
+        file_lock(tmp_path / ".lock"),
+        pytest.raises(UserError, match=refused),
+        hold_folder(run, world=World()),
+    ):
+        pass
     with hold_folder(run, world=World()):
         pass
 
@@ -106,79 +103,67 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
         monkeypatch.setenv("WORLD_SIZE", str(size))
         monkeypatch.setattr(start, "choose_device", lambda *_, device=device, **__: torch.device(device))
         monkeypatch.setattr(start, "Phases", lambda device: None)
-        try:
-            with start_world():
-                if fails:
-                    raise ArithmeticError
-        except ArithmeticError:
-            pass
+        with suppress(ArithmeticError), start_world():
+            if fails:
+                raise ArithmeticError
         assert bool(destroyed) == expected, (device, size, fails)
 
 
-def test_a_process_with_a_process_group_exits_immediately_with_its_message_and_code():
-    program = """
-import atexit, sys
-import torch.distributed as dist
-import pipeline.distributed.world
-from jobs.cli import _fail
-atexit.register(lambda: print("waited for others"))
-if sys.argv[1] == "group":
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-_fail("one rank's trouble", 2)
-"""
-    for group, ending in (("group", ""), ("none", "waited for others\n")):
-        done = python("-c", program, group)
-        assert done.returncode == 2
-        assert "Error: one rank's trouble" in done.stderr
-        assert done.stdout == ending
-
-
-@pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3), (1, 130), (1, 2)])
-def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks, code):
-    # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
-    program = """
+LEAVING = """
 import atexit, os, sys, threading
-from pipeline.distributed.world import NEXT_BATCH, WRITER, leave
+import torch.distributed as dist
+from jobs.cli import _fail
+from pipeline.distributed.world import NEXT_BATCH, WRITER
 class Last:
     def __del__(self, write=os.write): write(1, b"taken apart")
 sys.last_of_all = Last()
 atexit.register(print, "registered", end=" ")
-if name := {"130": WRITER, "2": NEXT_BATCH}.get(sys.argv[1]):
+name = sys.argv[1]
+if name == "group":
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+if name in (NEXT_BATCH, WRITER):
     threading.Thread(target=threading.Event().wait, daemon=True, name=name).start()
-leave(int(sys.argv[1]))
+_fail("one rank's trouble", 2)
 """
-    done = python("-c", program, str(code), WORLD_SIZE=str(ranks))
-    assert done.returncode == code, done.stderr
-    assert done.stdout.split() == ["registered", *(["taken", "apart"] if (ranks, code) == (1, 3) else [])]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "printed"),
+    [
+        ("alone", 1, "registered taken apart"),
+        ("of two", 2, "registered "),
+        (WRITER, 1, "registered "),
+        (NEXT_BATCH, 1, "registered "),
+        ("group", 1, ""),  # what is registered may wait for other ranks
+    ],
+)
+def test_a_process_leaves_with_its_message_and_code_and_no_shutdown_that_hangs(name, ranks, printed):
+    """gloo's threads, and those that write or fetch, may use the interpreter after its shutdown has begun."""
+    done = python("-c", LEAVING, name, WORLD_SIZE=str(ranks))
+    assert (done.returncode, done.stdout) == (2, printed), done.stderr
+    assert "Error: one rank's trouble" in done.stderr
 
 
 def test_the_others_wait_for_the_work_of_rank_0_or_its_error():
     """As the heartbeats see it, rank 0 is behind meanwhile, so that it is named if it makes no progress."""
 
+    def full() -> None:
+        raise UserError("the folder is full")
+
     def program(world: World) -> tuple[tuple[str, int] | None, int, str]:
         object.__setattr__(world, "phases", Phases(torch.device("cpu")))
-        assert world.phases is not None
         marks = lambda: world.phases.latest.count  # noqa: E731
         done, error = world.work_on_main(lambda: ("done", marks())), ""
         try:
             world.work_on_main(lambda: 1 // 0)
         except ZeroDivisionError:
             error = "failed"
-        return done, marks(), error
+        count = marks()
+        with pytest.raises(UserError, match="the folder is full"):
+            world.work_on_main(full)
+        return done, count, error
 
     assert on_ranks(2, program) == [(("done", 0), 4, "failed"), (None, 4, "")]
-
-
-def test_an_error_that_the_user_can_fix_is_raised_on_every_rank():
-    def program(world: World) -> str:
-        def work() -> None:
-            raise UserError("the folder is full")
-
-        with pytest.raises(UserError, match="the folder is full"):
-            world.work_on_main(work)
-        return "raised"
-
-    assert on_ranks(2, program) == ["raised"] * 2
 
 
 def test_every_block_of_a_download_is_progress(tmp_path):

@@ -40,7 +40,7 @@ from pipeline.data.order.mixture import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
-from pipeline.distributed.workers import means_worker_died, worker_died_message
+from pipeline.distributed.processes import means_worker_died, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.pictures.pixels import colour_of

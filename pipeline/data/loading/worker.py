@@ -25,7 +25,7 @@ from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, Strea
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.mixture import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
-from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
+from pipeline.distributed.processes import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.distributed.workers import (
+from pipeline.distributed.processes import (
     live_with_parent,
     means_worker_died,
     preload,

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from pipeline.config import section
 from pipeline.cores import cores_of_rank, cpu_quota
-from pipeline.distributed.precision import keep_fp32
+from pipeline.distributed.devices import keep_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute

@@ -8,7 +8,7 @@ from pydantic import Field
 from pipeline.config import section
 from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import GlobalTemperature
+from pipeline.objectives.temperature import Temperature
 
 
 @section
@@ -25,7 +25,7 @@ class InBatchToy(SoftmaxObjective):
     """tau mean_i [ log g1_i + log g2_i ] with g over the batch."""
 
     def __init__(self, config: InBatchToyConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context, temperature=GlobalTemperature(config.tau, context))
+        super().__init__(config, context, temperature=Temperature(config.tau, context))
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         loss = self.config.tau * (batch.log_g[0] + batch.log_g[1]).mean()

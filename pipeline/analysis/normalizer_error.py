@@ -34,7 +34,7 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
-from pipeline.objectives.parts import Pair
+from pipeline.objectives.registry import Pair
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of

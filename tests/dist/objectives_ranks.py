@@ -18,7 +18,7 @@ from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective, pairwise
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.parts import fingerprint
+from pipeline.objectives.drift import fingerprint
 from tests.unit.objectives_reference import context, unit_features
 
 BATCH, DIM, STEPS = 16, 12, 5

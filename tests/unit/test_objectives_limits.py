@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective, objective_names, pairwise
-from pipeline.objectives.sogclr import cosine_gamma, gamma_at
+from pipeline.objectives.sogclr import gamma_at
 from tests.unit.objectives_reference import context, normalizers, relative_error, unit_features
 
 
@@ -60,14 +60,11 @@ def test_row_blocks_on_every_rank(rank, monkeypatch):
 
 
 def test_gamma_falls_from_one_to_its_minimum_by_default_over_half_of_the_epochs():
-    values = [cosine_gamma(epoch, gamma_min=0.2, decay_epochs=4) for epoch in range(6)]
-    assert values == pytest.approx(
-        [1.0, 0.8 * (2 + math.sqrt(2)) / 4 + 0.2, 0.6, 0.8 * (2 - math.sqrt(2)) / 4 + 0.2, 0.2, 0.2]
-    )
-    objective = build_objective("fastclip_v3", context=context(8, steps_per_epoch=10, total_steps=100))
-    at = {epoch: gamma_at(objective.config, objective.context, step=10 * epoch) for epoch in (0, 4, 5, 9)}
-    assert at[0] == 1.0
-    assert at[4] > at[5] == at[9] == pytest.approx(0.2)
+    for total_steps in (80, 89):  # a ninth epoch has begun
+        objective = build_objective("fastclip_v3", context=context(8, steps_per_epoch=10, total_steps=total_steps))
+        values = [gamma_at(objective.config, objective.context, step=step) for step in (0, 9, 10, 20, 30, 40, 79)]
+        first, third = (0.4 * (1 + sign * math.sqrt(0.5)) + 0.2 for sign in (1, -1))
+        assert values == pytest.approx([1.0, 1.0, first, 0.6, third, 0.2, 0.2])
 
 
 def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():

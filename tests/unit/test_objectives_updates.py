@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.objectives import build_objective, isogclr
+from pipeline.objectives import build_objective, sogclr
 from pipeline.objectives.npn import amorlip, mlp
 from pipeline.objectives.npn.amorlip import target_share_at
 from pipeline.objectives.npn.reference import predicted_log_normalizers
@@ -36,7 +36,7 @@ def test_global_temperatures_equal_torch_adam_on_the_log(tau, falls):
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])
 @pytest.mark.parametrize(("lr", "lowest", "highest"), [(1e-2, 0.005, 1.0), (0.2, 0.029, 0.031)])
 def test_per_sample_temperatures_equal_torch_optimizers(optimizer, lr, lowest, highest, monkeypatch):
-    monkeypatch.setattr(isogclr, "TAU_MAX", highest)
+    monkeypatch.setattr(sogclr, "TAU_MAX", highest)
     settings = {"name": "isogclr", "tau_optimizer": optimizer, "tau_lr": lr, "tau_min": lowest}
     objective = build_objective({**settings, "rho": 2.0}, context=context(BATCH))
     tau, moment = torch.full((BATCH, 2), 0.03).double().requires_grad_(), torch.zeros(BATCH, 2).double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ from pipeline.config import section
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
-from pipeline.objectives.parts import Adam, Pair, StatefulPart
-from pipeline.objectives.registry import ObjectiveContext, register
+from pipeline.objectives.registry import ObjectiveContext, Pair, StatefulPart, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
+from pipeline.objectives.temperature import Adam, LearnedTemperature, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
 # As published with AmorLIP's code.
@@ -130,9 +129,6 @@ class PartitionNetworks(StatefulPart):
         averages = (self.network.side(side, copy="average", lasting=lasting) for side in (0, 1))
         return torch.stack([mlp.forward(average, own) for average, own in zip(averages, features, strict=True)])
 
-    def commit(self, update: Any) -> None:
-        self.network.commit()
-
     def replicated_state(self) -> dict[str, Tensor]:
         return self.network.state()
 
@@ -170,7 +166,7 @@ class AmorLip(SoftmaxObjective):
 
     def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
         self.networks = PartitionNetworks(config, context)
-        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.networks)
+        super().__init__(config, context, temperature=LearnedTemperature(config, context), parts=(self.networks,))
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
@@ -192,6 +188,10 @@ class AmorLip(SoftmaxObjective):
             tau_gradient=config.rho + (ratio - mean_logit).mean(1).sum(),
             metrics={"tau": tau, "normalizer_gap": (predicted - log_means).abs().mean(), "ratio_max": ratio.max()},
         )
+
+    def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
+        super().update_state(pending, lr_scale=lr_scale)
+        self.networks.network.commit()
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).

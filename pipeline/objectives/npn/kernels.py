@@ -17,20 +17,47 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError, in_a_line
 from pipeline.objectives.pairwise import Workspace
-from pipeline.objectives.parts import AdaGrad, InnerOptimizer
+from pipeline.objectives.temperature import Adam, Rate
 
 LEAST_TAU = 0.002
 """Temperature down to which float64 holds exp(1 / tau), which is summed over the ranks."""
 _CPU_PIECE = 2**18
 """Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""
+
+
+@dataclass(frozen=True)
+class AdaGrad:
+    """torch.optim.Adagrad without decay; on a CPU in its fused form, one pass over memory."""
+
+    lr: float
+    eps: float = 1e-10
+    slots: ClassVar[tuple[str, ...]] = ("accumulator",)
+
+    def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
+        adagrad(
+            [parameter],
+            [gradient],
+            [slots["accumulator"]],
+            [torch.zeros(())],  # the step counter, which only matters to learning-rate decay
+            fused=parameter.device.type == "cpu",
+            lr=self.lr,
+            weight_decay=0.0,
+            lr_decay=0.0,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+InnerOptimizer = AdaGrad | Adam
 
 
 @dataclass(frozen=True)

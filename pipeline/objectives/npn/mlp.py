@@ -18,8 +18,7 @@ from torch import Tensor
 from pipeline.distributed.devices import to_device
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 Parameters = Mapping[str, Tensor]

@@ -17,11 +17,11 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.objectives.npn.kernels import AdaGrad, InnerOptimizer
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, Pair, StatefulPart
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
-from pipeline.objectives.temperature import TemperatureConfig
+from pipeline.objectives.temperature import Adam, TemperatureConfig
 from pipeline.registries import Registry
 
 
@@ -30,18 +30,13 @@ class ReplicatedNetwork:
 
     `begin` copies the lasting values to the working copy, which the updates of a step change; `commit` swaps the two.
     So a skipped step leaves no trace. Everything is stacked as [2, ...], image anchors first. `copies` names further
-    copies of the parameters, zero at first (moving averages, say); `slot_name` names a slot or copy in the state.
+    copies of the parameters, zero at first (moving averages, say).
     """
 
     def __init__(
-        self,
-        parameters: dict[str, Tensor],
-        optimizer: InnerOptimizer,
-        *,
-        copies: tuple[str, ...] = (),
-        slot_name: str = "{parameter}.{slot}",
+        self, parameters: dict[str, Tensor], optimizer: InnerOptimizer, *, copies: tuple[str, ...] = ()
     ) -> None:
-        self.names, self.optimizer, self._slot_name = tuple(parameters), optimizer, slot_name
+        self.names, self.optimizer = tuple(parameters), optimizer
         self.lasting = parameters | {
             self._key(name, slot): torch.zeros_like(parameters[name])
             for slot in (*optimizer.slots, *copies)
@@ -96,7 +91,8 @@ class ReplicatedNetwork:
         return {f"npn.{name}": tensor for name, tensor in (self.lasting | {"updates": self.updates}).items()}
 
     def _key(self, name: str, slot: str) -> str:
-        return self._slot_name.format(parameter=name, slot=slot)
+        """The name of a slot or copy in the state; that of a lone parameter needs no name of the parameter."""
+        return slot if len(self.names) == 1 else f"{name}.{slot}"
 
 
 BothSides = tuple[Anchors, Anchors]
@@ -173,23 +169,19 @@ class Npn(StatefulPart):
 
     A variant is one file with a class that `@register_npn("name")` makes selectable as `objective.npn=name`: in this
     folder, or in an installed package with an entry point of the group `neuclip.npn`. `parameters` are the initial
-    ones of both sides, [2, ...] each; `slot_name` is that of `ReplicatedNetwork`.
+    ones of both sides, [2, ...] each.
     """
+
+    needs_ids = False
+    """Whether it uses the ids of anchors."""
 
     is_mean: ClassVar[bool] = False
     """Whether predictions are means over samples, as many as `Prediction.prototypes` says; `neuclip_plus` needs it."""
 
-    def __init__(
-        self,
-        config: NpnConfig,
-        context: ObjectiveContext,
-        parameters: dict[str, Tensor],
-        *,
-        slot_name: str = "{parameter}.{slot}",
-    ) -> None:
+    def __init__(self, config: NpnConfig, context: ObjectiveContext, parameters: dict[str, Tensor]) -> None:
         self.config, self.context = config, context
         optimizer = AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
-        self.network = ReplicatedNetwork(parameters, optimizer, slot_name=slot_name)
+        self.network = ReplicatedNetwork(parameters, optimizer)
 
     @abstractmethod
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:

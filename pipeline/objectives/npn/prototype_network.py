@@ -33,8 +33,7 @@ from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Predictio
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.npn.queue import FeatureQueue
 from pipeline.objectives.pairwise import Workspace
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class PrototypeNpn(Npn):
         self.compiled = is_compiled(config, context)
         rows = -(-m // self._ranks.size)
         weight = torch.zeros((2, rows, dim), dtype=context.dtype, device=context.device)
-        super().__init__(config, context, {"weight": weight}, slot_name="{slot}")
+        super().__init__(config, context, {"weight": weight})
         self.queue = FeatureQueue(m if m > context.batch_size or config.restart_with == "previous" else 0, context)
         # On the host: prototypes in use.
         self.live = torch.zeros((), dtype=torch.int64)

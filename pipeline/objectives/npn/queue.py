@@ -10,8 +10,7 @@ from torch import Tensor
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors, mean_slopes, normalizer_of_mean
 from pipeline.objectives.pairwise import Workspace, row_blocks
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30

@@ -146,7 +146,7 @@ def test_amorlip_networks_match_their_description(cap, monkeypatch):
         objective.commit()
     assert share > 0.3
     assert (bound > 0) == (cap > 0)
-    predicted = objective.networks.predict(tuple(features))
+    predicted = objective.predict(tuple(features))
     assert all(torch.allclose(predicted[side], average[side](features[side]), rtol=1e-9) for side in (0, 1))
 
 

@@ -25,7 +25,7 @@ from pipeline.objectives.temperature import Adam, TemperatureConfig
 from pipeline.registries import Registry
 
 
-class ReplicatedNetwork:
+class ReplicatedNetwork(StatefulPart):
     """Parameters of both sides with their optimizer's slots, and a working copy of all of them.
 
     `begin` copies the lasting values to the working copy, which the updates of a step change; `commit` swaps the two.
@@ -44,8 +44,7 @@ class ReplicatedNetwork:
         }
         self.working = {name: torch.empty_like(tensor) for name, tensor in self.lasting.items()}
         # On the host: updates that the optimizer remembers.
-        self.updates = torch.zeros((), dtype=torch.int64)
-        self.next_updates = 0
+        self.updates, self.next_updates = torch.zeros((), dtype=torch.int64), 0
 
     def begin(self) -> None:
         self.next_updates = int(self.updates)
@@ -62,10 +61,10 @@ class ReplicatedNetwork:
         return {name: tensors[self._key(name, copy) if copy else name][side] for name in self.names}
 
     def slots(self, side: int, name: str) -> dict[str, Tensor]:
+        """What the optimizer remembers of one side's parameter, in the working copy."""
         return {slot: self.working[self._key(name, slot)][side] for slot in self.optimizer.slots}
 
     def clear_slots(self) -> None:
-        """Forget all that the optimizer remembers."""
         self.next_updates = 0
         for slot in self.optimizer.slots:
             for name in self.names:
@@ -82,12 +81,14 @@ class ReplicatedNetwork:
         return list(torch.autograd.grad(prediction, list(parameters.values()), slope(value))), value
 
     def step(self, side: int, gradients: list[Tensor], *, number: int) -> None:
-        """Update one side's parameters; `number` counts the optimizer's updates from 1."""
+        """The optimizer's update `number`, counted from 1, of one side."""
         for (name, parameter), gradient in zip(self.side(side).items(), gradients, strict=True):
             self.optimizer.step(parameter, gradient, self.slots(side, name), updates=number)
 
-    def state(self) -> dict[str, Tensor]:
-        """The lasting tensors themselves, by their names in a checkpoint."""
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"npn_lr": float(self.optimizer.lr)}
+
+    def replicated_state(self) -> dict[str, Tensor]:
         return {f"npn.{name}": tensor for name, tensor in (self.lasting | {"updates": self.updates}).items()}
 
     def _key(self, name: str, slot: str) -> str:
@@ -208,10 +209,10 @@ class Npn(StatefulPart):
         return {}
 
     def replicated_state(self) -> dict[str, Tensor]:
-        return self.network.state()
+        return self.network.replicated_state()
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"npn_lr": self.config.npn_lr}
+        return self.network.learning_rates(lr_scale=lr_scale)
 
 
 def anchors_of(batch: AnchorBatch, config: NpnConfig, *, tau: Tensor) -> BothSides:

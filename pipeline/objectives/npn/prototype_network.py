@@ -55,22 +55,25 @@ class PrototypeNpn(Npn):
 
     def __init__(self, config: NpnConfig, context: ObjectiveContext) -> None:
         m, dim, world = config.prototypes, context.dim, context.world
-        update = update_mode(config, world)
-        self.divided = update == "prototypes"
+        self.divided = is_divided(config, world)
         self._ranks = world if self.divided else World()
         self.compiled = is_compiled(config, context)
         rows = -(-m // self._ranks.size)
         weight = torch.zeros((2, rows, dim), dtype=context.dtype, device=context.device)
         super().__init__(config, context, {"weight": weight})
         self.queue = FeatureQueue(m if m > context.batch_size or config.restart_with == "previous" else 0, context)
-        # On the host: prototypes in use.
-        self.live = torch.zeros((), dtype=torch.int64)
+        self.live, self._next_live = torch.zeros((), dtype=torch.int64), 0  # on the host: prototypes in use
         self.workspace = Workspace()
-        self._next_live = 0
         self._passes = Passes(self.workspace)
         self._held_back: list[UnitGradient] = []
-        if world.is_main:
-            _warn_of_stalling(config, dim)
+        # AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall.
+        turn = config.npn_lr * math.sqrt(dim)
+        if world.is_main and config.npn_optimizer == "adagrad" and config.inner_steps > 0 and turn > 0.5:
+            warnings.warn(
+                f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in "
+                "a first AdaGrad step: training can stall. The default of 0.01 does not.",
+                stacklevel=4,
+            )
 
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self.network.begin()
@@ -129,11 +132,10 @@ class PrototypeNpn(Npn):
         self.queue.add(update)
 
     def replicated_state(self) -> dict[str, Tensor]:
-        network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
-        return network | {"npn.live": self.live} | self.queue.state()
+        state = self.network.replicated_state() | {"npn.live": self.live} | self.queue.state()
+        return {name: tensor for name, tensor in state.items() if name not in self.own_state()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """This rank's share of the tensors that are divided among the ranks."""
         return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
 
     def gathered_state(self) -> dict[str, Tensor]:
@@ -189,7 +191,11 @@ class PrototypeNpn(Npn):
             return ready
         partners = (batch.features[1], batch.features[0])
         if restart and m <= batch.size:
-            chosen = self._subset(batch)
+            chosen: Tensor | slice = slice(None)
+            if m < batch.size:  # drawn with the seed of this step
+                generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
+                drawn = torch.randperm(batch.size, generator=generator)[:m]
+                chosen = to_device(drawn, self.context.device)
             self._write(0, (partners[0][chosen], partners[1][chosen]))
             return m
         if restart and queue.features.shape[1]:
@@ -208,25 +214,6 @@ class PrototypeNpn(Npn):
             none = (mine == 0).all(dim=1, keepdim=True)  # a feature of zeros has no direction: any, instead of NaN
             self.network.working["weight"][side, rows] = mine.masked_fill(none, mine.shape[1] ** -0.5)
 
-    def _subset(self, batch: AnchorBatch) -> Tensor | slice:
-        """Indices of m samples of the batch, drawn with the seed of this step."""
-        if self.config.prototypes == batch.size:
-            return slice(None)
-        generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
-        chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
-        return to_device(chosen, self.context.device)
-
-
-def _warn_of_stalling(config: NpnConfig, dim: int) -> None:
-    """AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall."""
-    turn = config.npn_lr * math.sqrt(dim)
-    if config.npn_optimizer == "adagrad" and config.inner_steps > 0 and turn > 0.5:
-        warnings.warn(
-            f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in a "
-            "first AdaGrad step: training can stall. The default of 0.01 does not.",
-            stacklevel=5,
-        )
-
 
 def is_compiled(config: NpnConfig, context: ObjectiveContext) -> bool:
     """Whether updates are compiled, the same on every rank. Collective where `npn_compile` is `auto`, on GPUs."""
@@ -240,21 +227,17 @@ def is_compiled(config: NpnConfig, context: ObjectiveContext) -> bool:
     return not reason
 
 
-def update_mode(config: NpnConfig, world: World) -> str:
-    """How the ranks compute an update: `prototypes` or `replicated`.
+def is_divided(config: NpnConfig, world: World) -> bool:
+    """Whether each rank has a share of the prototypes.
 
     Raises:
         UserError: `npn_update` is `prototypes`, and the prototypes cannot be divided among these ranks.
     """
-    if world.size == 1:
-        return "replicated"
     possible = config.prototypes >= world.size and config.tau_min >= LEAST_TAU
-    if config.npn_update == "auto":
-        return "prototypes" if possible else "replicated"
-    if config.npn_update == "prototypes" and not possible:
+    if config.npn_update == "prototypes" and world.size > 1 and not possible:
         raise UserError(
             f"objective.npn_update = prototypes needs at least one prototype per rank (objective.prototypes = "
             f"{config.prototypes}, {world.size} ranks) and objective.tau_min >= {LEAST_TAU} (given {config.tau_min}): "
             "use objective.npn_update=replicated."
         )
-    return str(config.npn_update)
+    return world.size > 1 and possible and config.npn_update != "replicated"

@@ -15,8 +15,6 @@ from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30
 """The exponent of an anchor's own sample: its exponential is 0, also where all exponents of a row are excluded."""
-
-
 NO_SAMPLE = -(2**62)
 """The id of a place in the queue that is empty or whose sample is not known; no anchor has it."""
 
@@ -80,8 +78,7 @@ class QueueNpn(Npn):
         super().__init__(config, context, {})
         self.needs_ids = config.restart_with == "previous"
         self.queue = FeatureQueue(config.prototypes, context, ids=self.needs_ids)
-        self.workspace = Workspace()
-        self._in_use = self.queue
+        self.workspace, self._in_use = Workspace(), self.queue
 
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self._in_use = self.queue

@@ -6,7 +6,6 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,16 @@ def command(
     table, page = place / score_table.TABLE_NAME, place / PAGE_NAME
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
-        scorer, facts = make_scorer(model, manifest, caption=field, world=world, **how)
-        tell(f"Scoring {manifest.n:,} pairs with {facts.normalizers} normalizers at tau = {facts.tau:.4f}.")
-        start_output(place / score_table.FACTS_NAME, facts, what="scores")
+        scorer = make_scorer(model, manifest, caption=field, world=world, **how)
+        kind = scorer.facts["normalizers"]
+        tell(f"Scoring {manifest.n:,} pairs with {kind} normalizers at tau = {scorer.tau:.4f}.")
+        start_output(place / score_table.FACTS_NAME, scorer.facts, what="scores")
         world.barrier()
         score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))
         world.barrier()
         if not world.is_main:
             return
-        counts = score_table.join_parts(manifest, place, asdict(facts))
+        counts = score_table.join_parts(manifest, place, scorer.facts)
         tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {table}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
             tell(f"  {number:,} without a score: {problem}")

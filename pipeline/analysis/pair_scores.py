@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,6 @@ NUMBERS = ("cosine", "log_normalizer_image", "log_normalizer_text", "score")
 
 
 @dataclass(frozen=True)
-class ScoringFacts:
-    """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
-
-    model: str
-    data: str
-    caption: str
-    normalizers: str
-    reference: int
-    tau: float
-
-
-@dataclass(frozen=True)
 class Scorer:
     """A model with its temperature, ready to score the pairs of a dataset."""
 
@@ -66,6 +54,8 @@ class Scorer:
     pairs: PairReader
     normalizers: Normalizers
     tau: float
+    facts: dict[str, Any]
+    """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
 
     def rows(self, batch: PairBatch) -> Iterator[dict[str, Any]]:
         """The table's rows of a batch: the readable pairs, then those with a problem.
@@ -86,10 +76,8 @@ class Scorer:
                 )
             pixels = batch.image.flatten(-2)
             plain = (pixels.amin(-1) == pixels.amax(-1)).all(1).tolist()
-            for row, sample_id, numbers, single in zip(
-                batch.rows, batch.sample_ids, values.tolist(), plain, strict=True
-            ):
-                place = {"sample_id": sample_id, "shard": shard.name, "row": row, "single_colour": single}
+            for row, numbers, single in zip(batch.rows, values.tolist(), plain, strict=True):
+                place = {"sample_id": shard.offset + row, "shard": shard.name, "row": row, "single_colour": single}
                 yield place | dict(zip(NUMBERS, numbers, strict=True))
         for row, problem in batch.problems:
             yield {"sample_id": shard.offset + row, "shard": shard.name, "row": row, "problem": problem}
@@ -146,25 +134,24 @@ def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callab
             on_shard(done, len(mine))
 
 
-def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = ()) -> None:
-    """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts.
-
-    `facts` is a dataclass of plain values, of which those in `apart` may differ.
+def start_output(path: Path, facts: dict[str, Any], *, what: str, apart: Collection[str] = ()) -> None:
+    """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts, of
+    which those in `apart` may differ.
 
     Raises:
         UserError: It holds others, or the file is damaged.
     """
-    if path.is_file():
-        if not isinstance(stored := read_tree(path).get("facts"), dict):
-            raise UserError(f"{path} is damaged: give another --output, or delete it.")
-        own = {name: value for name, value in json.loads(json.dumps(asdict(facts))).items() if name not in apart}
-        if other := [name for name, value in own.items() if stored.get(name) != value]:
-            differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)
-            raise UserError(
-                f"{path.parent} holds {what} with another {differing}: give another --output, or delete it."
-            )
+    if not path.is_file():
+        write_json(path, {"facts": facts})
         return
-    write_json(path, {"facts": asdict(facts)})
+    if not isinstance(stored := read_tree(path).get("facts"), dict):
+        raise UserError(f"{path} is damaged: give another --output, or delete it.")
+    own = {name: value for name, value in json.loads(json.dumps(facts)).items() if name not in apart}
+    other = [f"{name} ({stored.get(name)}, now {own[name]})" for name in own if stored.get(name) != own[name]]
+    if other:
+        raise UserError(
+            f"{path.parent} holds {what} with another {', '.join(other)}: give another --output, or delete it."
+        )
 
 
 def predicted_normalizers(objective: NeuClip, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,8 +192,8 @@ def make_scorer(
     batch_size: int,
     workers: int,
     world: World,
-) -> tuple[Scorer, ScoringFacts]:
-    """The scorer, and the facts that its scores depend on.
+) -> Scorer:
+    """The scorer of a model.
 
     `spec` is what `load_for_evaluation` takes; `normalizers` is "network", "sample" of `reference` pairs, which every
     rank encodes for itself, or "auto": the network where the checkpoint has one. `batch_size` pairs are encoded at a
@@ -220,16 +207,18 @@ def make_scorer(
     model = load_for_evaluation(spec, device=world.device)
     image_of = whole(model.preprocess, model.architecture.background)
     pairs = PairReader(manifest, caption, image_of, batch_size=batch_size, workers=workers)
-    facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
-    if network is not None:
-        tau = tau_of(network)
-        return Scorer(model, pairs, partial(predicted_normalizers, network), tau), facts("network", 0, tau)
-    if normalizers == "network":
+    if network is None and normalizers == "network":
         raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
-    tau = temperature_of(model, spec)
-    sampled = partial(sampled_normalizers, reference_pairs(model, pairs, count=reference), tau)
-    return Scorer(model, pairs, sampled, tau), facts("sample", reference, tau)
+    facts: dict[str, Any] = {"model": model.digest, "data": manifest.digest, "caption": str(caption)}
+    if network is not None:
+        tau, normalizers_of = tau_of(network), partial(predicted_normalizers, network)
+        facts |= {"normalizers": "network", "reference": 0, "tau": tau}
+    else:
+        tau = temperature_of(model, spec)
+        normalizers_of = partial(sampled_normalizers, reference_pairs(model, pairs, count=reference), tau)
+        facts |= {"normalizers": "sample", "reference": reference, "tau": tau}
+    return Scorer(model, pairs, normalizers_of, tau, facts)
 
 
 def load_network(spec: str, *, device: torch.device) -> NeuClip | None:

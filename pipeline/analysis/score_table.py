@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +131,8 @@ def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption:
         with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
             for number, record in enumerate(itertools.islice(records, max(here) + 1)):
                 for row in here.get(number, ()):
-                    row |= {"source": _thumbnail(record.image or b""), "caption": caption.read(record)}
+                    with suppress(CorruptSample):  # it has a score, so it was readable a moment ago
+                        row["source"] = thumbnail_url(rgb_image(record.image or b""), (2 * SIDE, SIDE))
+                    row["caption"] = caption.read(record)
     title = f"Scores of {Path(manifest.root).resolve().name}"
     write_text(path, render("contact_sheet.html", {"title": title, "count": len(order), "parts": shown}))
-
-
-def _thumbnail(body: bytes) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = rgb_image(body)
-    except CorruptSample:  # it has a score, so it was readable a moment ago
-        return ""
-    return thumbnail_url(image, (2 * SIDE, SIDE))

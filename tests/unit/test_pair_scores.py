@@ -149,9 +149,9 @@ def test_model_and_network_are_of_one_checkpoint(base, tmp_path, monkeypatch):
         return model
 
     monkeypatch.setattr("pipeline.analysis.pair_scores.load_for_evaluation", load)
-    _, facts = make_scorer(str(tmp_path / "run"), load_manifest(base / "data"), caption=CaptionField(),
+    scorer = make_scorer(str(tmp_path / "run"), load_manifest(base / "data"), caption=CaptionField(),
                            normalizers="network", reference=2, batch_size=8, workers=0, world=World())  # fmt: skip
-    assert facts.model == load_for_evaluation(str(chosen)).digest
+    assert scorer.facts["model"] == load_for_evaluation(str(chosen)).digest
 
 
 def test_a_stopped_job_continues_and_other_settings_are_refused(base, tmp_path):

@@ -23,14 +23,8 @@ PROGRESS_SECONDS = 30.0
 @click.option("--data", "folder", required=True, type=click.Path(exists=True), help="Folder with manifest.json.")
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the scores.")
 @click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
-@click.option(
-    "--normalizers",
-    type=click.Choice(["auto", "network", "sample"]),
-    default="auto",
-    show_default=True,
-    help="Use the network that neuclip trained, or pairs of randomly chosen shards; auto: the network if there is one.",
-)
-@click.option("--reference", type=click.IntRange(min=2), default=8192, show_default=True, help="Pairs of that sample.")
+@click.option("--reference", type=click.IntRange(min=2), default=8192, show_default=True,
+              help="Pairs of randomly chosen shards that stand for the whole dataset.")  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -79,8 +73,8 @@ def command(
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
         scorer = make_scorer(model, manifest, caption=field, world=world, **how)
-        kind = scorer.facts["normalizers"]
-        tell(f"Scoring {manifest.n:,} pairs with {kind} normalizers at tau = {scorer.tau:.4f}.")
+        m = len(scorer.reference[0])
+        tell(f"Scoring {manifest.n:,} pairs against {m:,} of random shards at tau = {scorer.tau:.4f}.")
         start_output(place / score_table.FACTS_NAME, scorer.facts, what="scores")
         world.barrier()
         score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))

@@ -3,8 +3,8 @@
     score_i = s_ii / tau - (l_1i + l_2i) / 2,    l_1i = log mean_j exp(s_ij / tau),    l_2i = log mean_j exp(s_ji / tau)
 
 with s_ij the cosine of image i and text j: the mean of both directions' pointwise log-ratio under the model. A caption
-that fits everything has a high cosine and a high normalizer, and so a low score. The log-normalizers l come from
-NeuCLIP's network where the checkpoint has one, or from the pairs of randomly chosen shards.
+that fits everything has a high cosine and a high normalizer, and so a low score. The means are over the pairs of
+randomly chosen shards.
 
 Shards are scored one by one, each into a table of its own, so that a stopped job continues and ranks share the work.
 """
@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.score_table import SCHEMA, part_of
 from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, whole
-from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.tar_reader import CaptionField
@@ -36,13 +33,8 @@ from pipeline.errors import UserError
 from pipeline.files import read_tree, replacing, write_json
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.trimming import text_trimming, without_padding
-from pipeline.objectives import build_objective
-from pipeline.objectives.npn.neuclip import NeuClip
-from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.run_files import META_NAME, model_folder_in
+from pipeline.run_files import model_folder_in
 
-Normalizers = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""[b, d] unit-norm image and text features and [b] sample ids -> log mean_j exp(s_ij / tau) of both sides, two [b]."""
 NUMBERS = ("cosine", "log_normalizer_image", "log_normalizer_text", "score")
 
 
@@ -52,7 +44,8 @@ class Scorer:
 
     model: EvaluationModel
     pairs: PairReader
-    normalizers: Normalizers
+    reference: tuple[Tensor, Tensor, Tensor]
+    """Features of the pairs that the means are over, [m, d] each, and their ids, [m]."""
     tau: float
     facts: dict[str, Any]
     """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
@@ -67,7 +60,8 @@ class Scorer:
         if batch.captions:
             image, text = encode(self.model, batch)
             cosine = (image * text).sum(1)
-            first, second = self.normalizers(image, text, torch.tensor(batch.sample_ids, device=image.device))
+            ids = torch.tensor(batch.sample_ids, device=image.device)
+            first, second = sampled_normalizers(self.reference, self.tau, image, text, ids)
             score = cosine / self.tau - (first + second) / 2
             values = torch.stack([cosine, first, second, score], 1)
             if not values.isfinite().all():
@@ -154,24 +148,11 @@ def start_output(path: Path, facts: dict[str, Any], *, what: str, apart: Collect
         )
 
 
-def predicted_normalizers(objective: NeuClip, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`Normalizers` by the network of a trained `neuclip` objective."""
-    positive = (image * text).sum(1)
-    tau, unused = positive.new_tensor(tau_of(objective)), torch.zeros_like(positive)
-    # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
-    sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
-    first, second = objective.npn.predict((sides[0], sides[1]))
-    return first + positive / tau, second + positive / tau
-
-
-def tau_of(objective: NeuClip) -> float:
-    return math.exp(-objective.logit_parameters()[0])
-
-
 def sampled_normalizers(
     reference: tuple[Tensor, Tensor, Tensor], tau: float, image: Tensor, text: Tensor, sample_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`Normalizers` by m pairs of the dataset, as of `reference_pairs`; a pair is left out of its own mean."""
+    """log mean_j exp(s_ij / tau) of both sides over the m reference pairs, [b] each, for features, [b, d] each, and
+    sample ids, [b]; a pair is left out of its own mean."""
     images, texts, ids = reference
     own = sample_ids[:, None] == ids
     counted = (len(ids) - own.sum(1)).log()
@@ -187,67 +168,27 @@ def make_scorer(
     manifest: Manifest,
     *,
     caption: CaptionField,
-    normalizers: str,
     reference: int,
     batch_size: int,
     workers: int,
     world: World,
 ) -> Scorer:
-    """The scorer of a model.
+    """The scorer of a model; `spec` is what `load_for_evaluation` takes.
 
-    `spec` is what `load_for_evaluation` takes; `normalizers` is "network", "sample" of `reference` pairs, which every
-    rank encodes for itself, or "auto": the network where the checkpoint has one. `batch_size` pairs are encoded at a
-    time, and `workers` threads decode.
+    Every rank encodes `reference` pairs for itself. `batch_size` pairs are encoded at a time, and `workers` threads
+    decode.
 
     Raises:
-        UserError: There is no model, it has no temperature, or no network where that was chosen.
+        UserError: There is no model, or it has no temperature.
     """
-    # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
+    # Chosen once, on one rank: a run that is still training may write another checkpoint meanwhile.
     spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
     image_of = whole(model.preprocess, model.architecture.background)
     pairs = PairReader(manifest, caption, image_of, batch_size=batch_size, workers=workers)
-    network = None if normalizers == "sample" else load_network(spec, device=world.device)
-    if network is None and normalizers == "network":
-        raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
-    facts: dict[str, Any] = {"model": model.digest, "data": manifest.digest, "caption": str(caption)}
-    if network is not None:
-        tau, normalizers_of = tau_of(network), partial(predicted_normalizers, network)
-        facts |= {"normalizers": "network", "reference": 0, "tau": tau}
-    else:
-        tau = temperature_of(model, spec)
-        normalizers_of = partial(sampled_normalizers, reference_pairs(model, pairs, count=reference), tau)
-        facts |= {"normalizers": "sample", "reference": reference, "tau": tau}
-    return Scorer(model, pairs, normalizers_of, tau, facts)
-
-
-def load_network(spec: str, *, device: torch.device) -> NeuClip | None:
-    """The objective of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
-
-    Raises:
-        UserError: The checkpoint is damaged.
-    """
-    folder = model_folder_in(Path(spec))
-    if folder is None or not (folder / META_NAME).is_file():
-        return None
-    try:
-        checkpoint = open_checkpoint(folder)
-    except UserError as error:
-        raise UserError(f"{folder} is damaged: {error}") from error
-    run, state = run_of(checkpoint), checkpoint.objective()
-    if "npn.weight" not in state:
-        return None
-    objective = build_objective(
-        run.objective,
-        dim=state["npn.weight"].shape[-1],
-        batch_size=run.batch_size,
-        dataset_size=max(run.samples, 2),  # which the prediction does not depend on
-        total_steps=run.total_steps,
-        world=World(),  # each rank predicts for its own pairs
-        device=device,
-    )
-    objective.load_state_dict(state)
-    return objective if isinstance(objective, NeuClip) else None
+    tau = temperature_of(model, spec)
+    facts = {"model": model.digest, "data": manifest.digest, "caption": str(caption), "reference": reference}
+    return Scorer(model, pairs, reference_pairs(model, pairs, count=reference), tau, facts | {"tau": tau})
 
 
 def temperature_of(model: EvaluationModel, spec: str) -> float:

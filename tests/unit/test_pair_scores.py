@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
 
 from data_prep.dataset import canonical_tar
 from jobs.manifest import command as manifest_command
@@ -97,12 +96,9 @@ def test_a_stopped_job_continues_and_other_settings_are_refused(base, tmp_path):
     assert part_of(output, 0).stat().st_mtime_ns == kept
     refused = score(base, output, "--reference", "40")
     assert "another reference (8192, now 40)" in str(refused.exception)
-    part, at = (
-        part_of(output, 0),
-        pq.ParquetFile(part_of(output, 0)).metadata.row_group(0).column(0).dictionary_page_offset,
-    )
+    part = part_of(output, 0)
     damaged = bytearray(part.read_bytes())
-    damaged[at + 60] ^= 1
+    damaged[pq.ParquetFile(part).metadata.row_group(0).column(0).dictionary_page_offset + 60] ^= 1
     part.write_bytes(damaged)
     (output / "scores.parquet").unlink()
     refused = score(base, output)
@@ -114,13 +110,8 @@ def test_a_stopped_job_continues_and_other_settings_are_refused(base, tmp_path):
 
 
 def test_unreadable_samples_are_listed_with_their_reason(base, tmp_path):
-    folder = base / "damaged"
-    folder.mkdir()
-    manifest = load_manifest(base / "data")
-    for shard in manifest.shards:
-        (folder / shard.name).write_bytes(Path(manifest.url(shard)).read_bytes())
-    (folder / "manifest.json").write_bytes((base / "data" / "manifest.json").read_bytes())
-    last = folder / manifest.shards[2].name
+    folder = shutil.copytree(base / "data", base / "damaged")
+    last = folder / load_manifest(folder).shards[2].name
     last.write_bytes(last.read_bytes()[:-20000])
     result = score(base, tmp_path / "out", data="damaged")
     assert result.exit_code == 0, result.output
@@ -192,21 +183,6 @@ def test_scored_shards_from_elsewhere_can_be_curated(tmp_path, base):
     result = CliRunner().invoke(verify_command, [str(folder)], standalone_mode=False)
     assert "12 samples" in result.output
     assert "everything matches" in result.output
-
-
-def test_a_model_with_damaged_weights_gives_no_scores(base, tmp_path):
-    """Regression test: every score was NaN, and counted as one."""
-    folder = tmp_path / "model"
-    shutil.copytree(finished_checkpoints(base / "run")[-1], folder)
-    (folder / "checkpoint.json").unlink()
-    path = folder / "open_clip_model.safetensors"
-    weights = load_file(path)
-    weights["positional_embedding"][0] = torch.nan
-    save_file(weights, path)
-    arguments = [str(folder), "--data", str(base / "data"), "--output", str(tmp_path / "out"), "--workers", "0"]
-    result = CliRunner().invoke(command, [*arguments, "--device", "cpu"])
-    assert "values that are not finite" in str(result.exception)
-    assert not (tmp_path / "out" / "scores.parquet").exists()
 
 
 def test_a_run_is_its_newest_checkpoint_and_not_a_copy_beside_it(base, tmp_path):

@@ -50,15 +50,12 @@ def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
     return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
 
 
-def unit_gradient(anchors, weight, passes, *, objective="unified"):
+def loss_gradient(anchors, weight, *, objective="unified", passes=None):
+    """dL/dW, [m, d], alpha under this W, [B], and dL/dU, [m, d]."""
+    passes = passes or kernels.Passes()
     at = passes.prepare(weight, anchors.tau, dtype=None if anchors.low is None else torch.bfloat16)
-    return prototypes.unit_gradient(anchors, at, objective=objective, passes=passes)
-
-
-def loss_gradient(anchors, weight, *, objective="unified"):
-    """dL/dW, [m, d], and alpha under this W, [B]."""
-    gradient, alpha = unit_gradient(anchors, weight, kernels.Passes(), objective=objective)
-    return torch.cat([gradient.tangent(rows) for rows in kernels.pieces(weight)]), alpha
+    product, alpha = prototypes.unit_gradient(anchors, at, objective=objective, passes=passes)
+    return torch.cat([at.tangent(product, rows) for rows in kernels.pieces(weight)]), alpha, product
 
 
 def written_loss(anchors, text, weight, objective):
@@ -76,12 +73,10 @@ def test_closed_form_gradient_equals_autograd(batch_size, objective, monkeypatch
     anchors, text = make_anchors(batch_size)
     weight = make_weight(11).requires_grad_()
     expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]
-    gradient, alpha = loss_gradient(anchors, weight.detach(), objective=objective)
+    gradient, alpha, _ = loss_gradient(anchors, weight.detach(), objective=objective)
     assert relative_error(gradient, expected) < 1e-10
-    assert (
-        relative_error(alpha, predicted_log_normalizers(anchors.features, text, weight, tau=anchors.tau, eps=EPS))
-        < 1e-12
-    )
+    predicted = predicted_log_normalizers(anchors.features, text, weight, tau=anchors.tau, eps=EPS)
+    assert relative_error(alpha, predicted) < 1e-12
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -89,8 +84,8 @@ def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
     passes = kernels.Passes()
-    gradient, _ = unit_gradient(anchors, make_weight(96, dtype=torch.float32), passes)
-    assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
+    product = loss_gradient(anchors, make_weight(96, dtype=torch.float32), passes=passes)[2]
+    assert product.dtype == torch.float32  # sums over blocks are not rounded to bf16
     assert max(buffer.numel() for buffer in passes.space._buffers.values()) <= 96 * 16  # the size of [m, d]
 
 
@@ -117,8 +112,8 @@ def test_slopes_of_a_queue_without_the_anchors_own_samples_equal_autograd():
 def test_bf16_products_stay_close_to_fp32():
     anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
     weight = make_weight(96, 64, dtype=torch.float32)
-    low, low_alpha = loss_gradient(anchors, weight)
-    full, full_alpha = loss_gradient(replace(anchors, low=None), weight)
+    low, low_alpha, _ = loss_gradient(anchors, weight)
+    full, full_alpha, _ = loss_gradient(replace(anchors, low=None), weight)
     assert (low_alpha - full_alpha).square().mean() < 1e-3
     assert F.cosine_similarity(low.flatten(), full.flatten(), dim=0) > 0.999
     assert not torch.equal(low, full)
@@ -157,9 +152,8 @@ def test_which_features_are_prototypes(name):
         assert sorted(step for step, found in enumerate(equal) for _ in found.nonzero()) == batches
         assert sum(int(found.any(0).sum()) for found in equal) == len(batches), "each feature once"
         if not name.startswith("newest"):  # in the order of the samples
-            assert torch.cat([found.any(1).nonzero() for found in equal]).flatten().tolist() == list(
-                range(len(batches))
-            )
+            places = torch.cat([found.any(1).nonzero() for found in equal]).flatten()
+            assert places.tolist() == list(range(len(batches)))
 
 
 @pytest.mark.parametrize("prototypes", [4, 8, 20])

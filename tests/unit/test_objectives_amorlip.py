@@ -7,7 +7,7 @@ import torch
 
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import amorlip, mlp
-from pipeline.objectives.npn.amorlip import slope, target_share_at
+from pipeline.objectives.npn.amorlip import slope
 from tests.unit.objectives_reference import assert_exact, context, relative_error, unit_features
 
 
@@ -78,13 +78,6 @@ def test_an_update_follows_the_mean_divergence(divergence):
         for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
             moment = objective.network.working[f"{name}.moment1"][side]
             assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
-
-
-def test_the_weight_of_the_previous_network_reaches_its_maximum_halfway():
-    shares = [target_share_at(epoch, highest=0.8, epochs=10) for epoch in range(10)]
-    assert shares[0] == 0
-    assert shares == sorted(shares)
-    assert shares[5:] == pytest.approx([0.8] * 5)
 
 
 def test_the_reported_normalizer_is_the_one_used_in_the_gradients(monkeypatch):

@@ -58,12 +58,6 @@ class AmorLipConfig(TemperatureConfig):
     """Upper bound of E[exp(s / tau)] / lambda; 0 = only the bound exp(30) that keeps fp32 finite."""
 
 
-def target_share_at(epoch: int, *, highest: float, epochs: int) -> float:
-    """Share of the previous epoch's network in the target: 0 in the first epoch, `highest` from the middle one on."""
-    half = max(1, epochs // 2)
-    return highest * 0.5 * (1 - math.cos(math.pi * min(epoch, half) / half))
-
-
 def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Tensor:
     """Derivative of each anchor's divergence by log lambda, [B]; 0 where lambda equals the target T.
 
@@ -150,7 +144,8 @@ class AmorLip(SoftmaxObjective):
         epoch, within = divmod(batch.step, self.context.steps_per_epoch)
         if within == 0:
             self._restart(epoch, log_means)
-        share = target_share_at(epoch, highest=TARGET_SHARE, epochs=self.epochs)
+        half = max(1, self.epochs // 2)
+        share = TARGET_SHARE * 0.5 * (1 - math.cos(math.pi * min(epoch, half) / half))
         for side in (0, 1):
             features, target = batch.features[side], log_means[side]
             if share > 0:

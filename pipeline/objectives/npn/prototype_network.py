@@ -26,7 +26,6 @@ from pipeline.objectives.npn.kernels import (
     Division,
     Passes,
     Prototypes,
-    UnitGradient,
     why_not_compiled,
 )
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
@@ -65,7 +64,7 @@ class PrototypeNpn(Npn):
         self.live, self._next_live = torch.zeros((), dtype=torch.int64), 0  # on the host: prototypes in use
         self.workspace = Workspace()
         self._passes = Passes(self.workspace)
-        self._held_back: list[UnitGradient] = []
+        self._held_back: list[tuple[Tensor, Prototypes]] = []
         # AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall.
         turn = config.npn_lr * math.sqrt(dim)
         if world.is_main and config.npn_optimizer == "adagrad" and config.inner_steps > 0 and turn > 0.5:
@@ -123,9 +122,9 @@ class PrototypeNpn(Npn):
         return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
     def commit(self, update: AnchorBatch) -> None:
-        for side, gradient in enumerate(self._held_back):
-            after = self._updated(side, gradient, number=self.network.next_updates)
-            gradient.at.weight.copy_(after.weight)  # nothing to do if it was updated in place
+        for side, (gradient, at) in enumerate(self._held_back):
+            after = self._updated(side, gradient, at, number=self.network.next_updates)
+            at.weight.copy_(after.weight)  # nothing to do if it was updated in place
         self._held_back = []
         self.network.commit()
         self.live.fill_(self._next_live)
@@ -164,16 +163,16 @@ class PrototypeNpn(Npn):
             gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, passes=self._passes)
             first = alpha if first is None else first
             if self.config.npn_schedule == "simultaneous":
-                self._held_back.append(gradient.clone())
+                self._held_back.append((gradient.clone(), replace(at, norms=at.norms.clone())))
             else:
-                at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
+                at = self._updated(side, gradient, at, number=self.network.next_updates + inner + 1)
         weight.copy_(at.weight)  # nothing to do if it was updated in place
         return at, first
 
-    def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
+    def _updated(self, side: int, gradient: Tensor, at: Prototypes, *, number: int) -> Prototypes:
         """The prototypes after the optimizer's update `number`."""
-        slots = {name: slot[: len(gradient.at.weight)] for name, slot in self.network.slots(side, "weight").items()}
-        return self._passes.descend(gradient, slots, optimizer=self.network.optimizer, number=number)
+        slots = {name: slot[: len(at.weight)] for name, slot in self.network.slots(side, "weight").items()}
+        return self._passes.descend(gradient, at, slots, optimizer=self.network.optimizer, number=number)
 
     def _fill(self, batch: AnchorBatch) -> int:
         """Write features to the working prototypes where a restart or growth is due; returns how many are live.

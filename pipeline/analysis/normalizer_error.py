@@ -91,11 +91,10 @@ def measure(run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int 
     still run over the whole dataset.
 
     Returns:
-        Plain values: `step`, `samples` and `batch_size`; `pairs`, n, and `left_over`, those of the dataset that fill no
-        batch; `rows`, the anchors compared in each direction, and `tau`, their mean temperature; `mean` and `variance`
-        of the exact values, the latter being the error of an estimator that knows only their mean. `cold` and `in_use`
-        have the mean squared error `mse` and the mean error `bias` of estimates from the stored state alone, and of
-        those after the updates of a step on the anchors' batch.
+        `pairs`, n, and `left_over`, those of the dataset that fill no batch; `rows`, the anchors compared in each
+        direction, and `tau`, their mean temperature; `mean` and `variance` of the exact values, the latter being the
+        error of an estimator that knows only their mean. `cold` and `in_use` have the mean squared error `mse` and the
+        mean error `bias` of estimates from the stored state alone, and of those after a step's updates on the batch.
 
     Raises:
         UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the

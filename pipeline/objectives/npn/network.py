@@ -184,6 +184,10 @@ class Npn(StatefulPart):
         optimizer = AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
         self.network = ReplicatedNetwork(parameters, optimizer)
 
+    @classmethod
+    def check(cls, config: NpnConfig) -> None:
+        """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
+
     @abstractmethod
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         """Restart if due, update on this batch, predict."""
@@ -199,10 +203,6 @@ class Npn(StatefulPart):
     @abstractmethod
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d alpha / d (own feature [b, d], partner's feature [b, d], tau [b]) of the prediction in use."""
-
-    @classmethod
-    def check(cls, config: NpnConfig) -> None:
-        """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars for the log, after `advance`."""

@@ -7,6 +7,7 @@ the anchors' sums, B scalars per update.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
@@ -186,7 +187,7 @@ class PrototypeNpn(Npn):
         first = 0 if restart else live
         if self.config.restart_with == "previous" and queue.filled:
             ready = max(first, queue.filled)
-            self._write(first, (queue.features[0, first:ready], queue.features[1, first:ready]))
+            self._write(first, queue.features[:, first:ready])
             return ready
         partners = (batch.features[1], batch.features[0])
         if restart and m <= batch.size:
@@ -198,15 +199,15 @@ class PrototypeNpn(Npn):
             self._write(0, (partners[0][chosen], partners[1][chosen]))
             return m
         if restart and queue.features.shape[1]:
-            self._write(0, (queue.features[0], queue.features[1]))
-            for start, rows in queue.places(batch):
-                self._write(start, (partners[0][rows], partners[1][rows]))
-            return min(m, int(queue.written) + batch.size)
+            newest = copy.deepcopy(queue)
+            newest.add(batch)
+            self._write(0, newest.features)
+            return newest.filled
         added = min(m - first, batch.size)  # growth, or a first batch smaller than the run's
         self._write(first, (partners[0][:added], partners[1][:added]))
         return first + added
 
-    def _write(self, start: int, features: Pair) -> None:
+    def _write(self, start: int, features: Pair | Tensor) -> None:
         """Overwrite the working prototypes `start`, `start + 1`, ... of both sides; each rank takes its own share."""
         for side in (0, 1):
             rows, mine = Division(self._ranks, self.config.prototypes).own(start, features[side])

@@ -36,24 +36,20 @@ class FeatureQueue:
         """How many features there are."""
         return min(self.features.shape[1], int(self.written))
 
-    def places(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
-        """Where the batch overwrites the oldest features: first place and the batch's rows, in two runs."""
-        m = self.features.shape[1]
-        start, count = int(self.written) % m, min(batch.size, m)
-        head = min(count, m - start)
-        return [(start, slice(0, head)), (0, slice(head, count))]
-
     def add(self, batch: AnchorBatch) -> None:
         """Overwrite the oldest features by the batch's."""
-        if not self.features.shape[1]:
+        m = self.features.shape[1]
+        if not m:
             return
-        for start, rows in self.places(batch):
+        first, count = int(self.written) % m, min(batch.size, m)
+        head = min(count, m - first)
+        for start, rows in ((first, slice(0, head)), (0, slice(head, count))):
             end = start + rows.stop - rows.start
             for side in (0, 1):
                 self.features[side, start:end] = batch.features[1 - side][rows]
             if len(self.ids) and batch.ids is not None:
                 self.ids[start:end] = batch.ids[rows]
-        self.written += min(batch.size, self.features.shape[1])
+        self.written += count
 
     def state(self) -> dict[str, Tensor]:
         """The tensors themselves, by their names in a checkpoint."""

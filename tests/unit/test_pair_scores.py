@@ -18,8 +18,7 @@ from data_prep.dataset import canonical_tar
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
-from pipeline.analysis.pair_scores import sampled_normalizers
-from pipeline.analysis.score_table import part_of, share_of
+from pipeline.analysis.pair_scores import part_of, sampled_normalizers, share_of
 from pipeline.checkpoint.layout import write_meta
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError

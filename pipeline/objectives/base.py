@@ -28,8 +28,7 @@ from pipeline.objectives.registry import (
 )
 from pipeline.objectives.sample_table import PerSampleTable
 
-ROWS = "per_sample"
-"""Name of the per-sample rows in a checkpoint."""
+ROWS = "per_sample"  # their name in a checkpoint
 _NOTHING: Any = object()
 """Marks that no batch is pending; what `update_state` needs may be None."""
 
@@ -65,8 +64,7 @@ class Objective(ABC):
         self.config, self.context, self.world, self.parts = config, context, context.world, parts
         self.drift = DriftGuard(context.world, device=context.device)
         self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
-        self._pending = _NOTHING
-        self._lengths_checked = False
+        self._pending, self._lengths_checked = _NOTHING, False
 
     @abstractmethod
     def loss_and_gradients(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
@@ -120,10 +118,9 @@ class Objective(ABC):
                     "the setting and the argument need each other."
                 )
         dtype = self.context.dtype
+        image, text = image.to(dtype), text.to(dtype)
         with true_fp32(self.context.device):
-            output, self._pending = self.loss_and_gradients(
-                image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
-            )
+            output, self._pending = self.loss_and_gradients(image, text, sample_ids=sample_ids, **given)
         return output
 
     @torch.no_grad()
@@ -264,9 +261,8 @@ class Objective(ABC):
     def memory(self) -> ObjectiveMemory:
         """Size of the lasting state; an objective built on the `meta` device knows it without holding the state."""
         own = _joined(part.own_state() for part in self.parts)
-        tensors = (self._steps, *self.replicated_state().values(), *own.values())
-        per_sample = 0 if self.table is None else 4 * len(self.table.columns)
-        return ObjectiveMemory(sum(value.nbytes for value in tensors), float(per_sample))
+        replicated = sum(x.nbytes for x in (self._steps, *self.replicated_state().values(), *own.values()))
+        return ObjectiveMemory(replicated, 0.0 if self.table is None else 4.0 * len(self.table.columns))
 
     def replicated_state(self) -> dict[str, Tensor]:
         """The state that every rank holds, by name: the tensors themselves."""

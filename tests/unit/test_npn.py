@@ -133,6 +133,8 @@ FILLS = {
     "a smaller batch leaves no gap": ({"prototypes": 20, "restart_every": 0}, [5, 8], [0] * 5 + [1] * 8),
     "a restart with fewer than m": ({"prototypes": 6, "restart_every": 1}, [6, 4], [1] * 4),
     "few from previous batches": ({"prototypes": 5, "restart_every": 1, "restart_with": "previous"}, [8, 8], [0] * 5),
+    "growth from previous batches": (
+        {"prototypes": 20, "restart_every": 0, "restart_with": "previous"}, [8] * 3, [0] * 8 + [1] * 8),
     "newest": ({"prototypes": 20, "restart_every": 3}, [8] * 4, [1] * 4 + [2] * 8 + [3] * 8),
     "newest of previous": (
         {"prototypes": 20, "restart_every": 3, "restart_with": "previous"}, [8] * 4, [0] * 4 + [1] * 8 + [2] * 8),

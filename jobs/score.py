@@ -6,7 +6,6 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,8 @@ PROGRESS_SECONDS = 30.0
 @click.option("--data", "folder", required=True, type=click.Path(exists=True), help="Folder with manifest.json.")
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the scores.")
 @click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
-@click.option(
-    "--normalizers",
-    type=click.Choice(["auto", "network", "sample"]),
-    default="auto",
-    show_default=True,
-    help="Use the network that neuclip trained, or pairs of randomly chosen shards; auto: the network if there is one.",
-)
-@click.option("--reference", type=click.IntRange(min=2), default=8192, show_default=True, help="Pairs of that sample.")
+@click.option("--reference", type=click.IntRange(min=2), default=8192, show_default=True,
+              help="Pairs of randomly chosen shards that stand for the whole dataset.")  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -62,8 +55,7 @@ def command(
     check_model(model)
     manifest = load_manifest(folder, allow_outside=allow_outside)
     # After what refuses a wrong path: these imports take seconds.
-    from pipeline.analysis import score_table
-    from pipeline.analysis.pair_scores import make_scorer, score_shards, start_output
+    from pipeline.analysis import pair_scores as scores
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.distributed.start import start_world
     from pipeline.files import check_writable, write_text
@@ -76,18 +68,19 @@ def command(
     if list_worst:
         check_writable(list_worst[1])
         check_keys(manifest, manifest.shards)
-    table, page = place / score_table.TABLE_NAME, place / PAGE_NAME
+    table, page = place / scores.TABLE_NAME, place / PAGE_NAME
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
-        scorer, facts = make_scorer(model, manifest, caption=field, world=world, **how)
-        tell(f"Scoring {manifest.n:,} pairs with {facts.normalizers} normalizers at tau = {facts.tau:.4f}.")
-        start_output(place / score_table.FACTS_NAME, facts, what="scores")
+        scorer = scores.make_scorer(model, manifest, caption=field, world=world, **how)
+        m = len(scorer.reference[0])
+        tell(f"Scoring {manifest.n:,} pairs against {m:,} of random shards at tau = {scorer.tau:.4f}.")
+        scores.start_output(place / scores.FACTS_NAME, scorer.facts, what="scores")
         world.barrier()
-        score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))
+        scores.score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))
         world.barrier()
         if not world.is_main:
             return
-        counts = score_table.join_parts(manifest, place, asdict(facts))
+        counts = scores.join_parts(manifest, place, scorer.facts)
         tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {table}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
             tell(f"  {number:,} without a score: {problem}")
@@ -97,10 +90,10 @@ def command(
         if counts["single_colour"]:
             tell(f"  {counts['single_colour']:,} have pictures of a single colour.")
         share = list_worst[0] if list_worst else SHOWN_CUT
-        score_table.write_contact_sheet(page, table, manifest, caption=field, share=share)
+        scores.write_contact_sheet(page, table, manifest, caption=field, share=share)
         tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {page}")
         if list_worst:
-            worst = score_table.worst_keys(table, share)
+            worst = scores.worst_keys(table, share)
             write_text(list_worst[1], "".join(f"{key}\n" for key in worst))
             tell(f"{len(worst):,} names are in {list_worst[1]}; to remove these samples from the shards:")
             tell(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(list_worst[1]))}")

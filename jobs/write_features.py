@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -81,7 +82,7 @@ def command(
         else:
             tau, bias = temperature_of(encoder, spec), encoder.towers.logit[1] if encoder.towers.logit else None
             facts = FeatureFacts(encoder.digest, spec, tau, encoder.dim, digests, str(field), samples, bias=bias)
-        start_output(Path(output) / FACTS, facts, what="features", apart=("source",))
+        start_output(Path(output) / FACTS, asdict(facts), what="features", apart=("source",))
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)
         counts = write_features(

@@ -87,6 +87,7 @@ COMMANDS: dict[str, str] = {
     "doctor --recipe": "`neuclip plan --measure` compares loading with a recipe's steps.",
     "--allow-commands": "Shards are not read from shell commands any more: name them by URLs, such as s3://bucket/00000.tar.",
     "download --recipe icons": "The corpus of icons has left; commit c14979c has the program that makes it.",
+    "score --normalizers": "Every model's normalizers are means over --reference pairs of random shards.",
     "plan --gpus-per-node": "--measure divides this machine's cores by its GPUs, or by --ranks; `taskset` gives it fewer.",
     "plan --images-per-core": "`neuclip plan --measure` measures what the loader delivers.",
     "plan --sample-bytes": "`neuclip plan --measure` measures what the loader delivers.",

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.analysis.pair_scores import encode
-from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairBatch, PairReader, whole
+from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairReader, whole
 from pipeline.data.data_config import MAX_PIXELS, CropConfig
 from pipeline.data.loading.decode import ImageDecoder, normalize
 from pipeline.data.loading.stored_features import FACTS, FeatureFacts
@@ -74,7 +73,11 @@ def write_features(
     for batch in pairs.read(left):
         if batch.sample_ids:
             try:
-                file.write(batch.sample_ids, _features(model, batch, facts))
+                if facts.tower is None:
+                    features = torch.cat(encode(model, batch), dim=1)
+                else:
+                    features = model.image_outputs(batch.image.to(world.device))
+                file.write(batch.sample_ids, features)
             except OSError:  # reported below, on every rank
                 break
         offset = shards[batch.shard].offset  # what an earlier start has stored is not lost
@@ -98,13 +101,6 @@ def write_features(
     if world.is_main:
         write_json(output / FACTS, {"facts": asdict(facts), **counts})
     return counts
-
-
-def _features(model: EvaluationModel, batch: PairBatch, facts: FeatureFacts) -> Tensor:
-    """The values of a batch's records, [b, values]."""
-    if facts.tower is None:
-        return torch.cat(encode(model, batch), dim=1)
-    return model.image_outputs(batch.image.to(next(model.towers.parameters()).device))
 
 
 def image_reader(model: EvaluationModel, facts: FeatureFacts) -> ImageOf:

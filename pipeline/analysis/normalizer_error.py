@@ -34,7 +34,6 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
-from pipeline.objectives.parts import Pair
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.run_files import finished_checkpoints
 from pipeline.training.build import loader_of, objective_of
@@ -54,26 +53,19 @@ def exact_log_normalizers(
     world = world or World()
     positive = (anchors_bd * others_nd[first : first + len(anchors_bd)]).sum(1)
     anchors, tau, own = world.all_gather(anchors_bd), world.all_gather(tau_b), world.rows(len(anchors_bd))
-    parts = world.all_gather(_log_sums(anchors, others_nd, tau=tau, own=own, first=first)[None])
-    total = parts.logsumexp(0)[own] - positive / tau_b
-    log_g = total - math.log(world.size * len(others_nd) - 1)
-    return torch.logaddexp(log_g, log_g.new_full((), math.log(eps))) if eps else log_g
-
-
-def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice, first: int) -> Tensor:
-    """log sum_j exp(s_ij / tau_i) over these columns, [B], without column `first + i` for the i-th of the rows
-    `own`."""
-    scaled, n = anchors_Bd / tau[:, None], len(others_nd)
-    step = max(1, (GPU_BLOCK if anchors_Bd.is_cuda else CPU_BLOCK) // len(anchors_Bd))
-    total = scaled.new_full((len(scaled),), -math.inf)
+    scaled, n = anchors / tau[:, None], len(others_nd)
+    step = max(1, (GPU_BLOCK if scaled.is_cuda else CPU_BLOCK) // len(scaled))
+    sums = scaled.new_full((len(scaled),), -math.inf)  # log sum_j exp(s_ij / tau_i) over this rank's columns
     for start in range(0, n, step):
         z = scaled @ others_nd[start : start + step].T
         low, high = max(first, start), min(first + own.stop - own.start, start + z.shape[1])
         if low < high:  # partners among these columns
             rows = slice(own.start + low - first, own.start + high - first)
             z[rows, low - start : high - start].fill_diagonal_(-math.inf)
-        total = torch.logaddexp(total, z.logsumexp(1))
-    return total
+        sums = torch.logaddexp(sums, z.logsumexp(1))
+    total = world.all_gather(sums[None]).logsumexp(0)[own] - positive / tau_b
+    log_g = total - math.log(world.size * len(others_nd) - 1)
+    return torch.logaddexp(log_g, log_g.new_full((), math.log(eps))) if eps else log_g
 
 
 def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunConfig:
@@ -99,11 +91,10 @@ def measure(run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int 
     still run over the whole dataset.
 
     Returns:
-        Plain values: `step`, `samples` and `batch_size`; `pairs`, n, and `left_over`, those of the dataset that fill no
-        batch; `rows`, the anchors compared in each direction, and `tau`, their mean temperature; `mean` and `variance`
-        of the exact values, the latter being the error of an estimator that knows only their mean. `cold` and `in_use`
-        have the mean squared error `mse` and the mean error `bias` of estimates from the stored state alone, and of
-        those after the updates of a step on the anchors' batch.
+        `pairs`, n, and `left_over`, those of the dataset that fill no batch; `rows`, the anchors compared in each
+        direction, and `tau`, their mean temperature; `mean` and `variance` of the exact values, the latter being the
+        error of an estimator that knows only their mean. `cold` and `in_use` have the mean squared error `mse` and the
+        mean error `bias` of estimates from the stored state alone, and of those after a step's updates on the batch.
 
     Raises:
         UserError: The objective has no normalizers (siglip), the weights do not fit `run`, or stored features that the
@@ -160,7 +151,17 @@ def compare(
     local = run.batch_size // world.size
     wanted = steps if limit is None else min(steps, max(1, -(-limit // run.batch_size)))
     batches = [slice(step * local, (step + 1) * local) for step in range(wanted)]
-    values = [_of_batch(objective, (image, text), ids[own], own, world) for own in batches]
+    values = []
+    for own in batches:
+        estimates = objective.log_normalizers(image[own], text[own], sample_ids=ids[own])
+        where: dict[str, Any] = {"first": own.start, "eps": objective.eps, "world": world}
+        with true_fp32(world.device):
+            exact = [
+                exact_log_normalizers(anchors[own], others, tau_b=estimates[2][side], **where)
+                for side, (anchors, others) in enumerate(((image, text), (text, image)))
+            ]
+        columns = [*exact, *(side for pair in estimates for side in pair)]
+        values.append(world.all_gather(torch.stack(columns, 1)).cpu())
     return torch.cat([world.all_gather(ids[own]) for own in batches]).cpu(), torch.cat(values), sizes
 
 
@@ -178,15 +179,6 @@ def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) 
             whole[step * size : (step + 1) * size] = part
     image, text, ids = stored  # the loader refuses datasets smaller than a batch
     return image, text, ids
-
-
-def _of_batch(objective: SoftmaxObjective, features: Pair, ids: Tensor, own: slice, world: World) -> Tensor:
-    """The values of a global batch, [B, 8], of whose pairs this rank has the rows `own`."""
-    cold, in_use, tau = objective.log_normalizers(features[0][own], features[1][own], sample_ids=ids)
-    with true_fp32(world.device):
-        where = {"first": own.start, "eps": objective.eps, "world": world}
-        exact = [exact_log_normalizers(features[i][own], features[1 - i], tau_b=tau[i], **where) for i in (0, 1)]
-    return world.all_gather(torch.stack([*exact, *cold, *in_use, *tau], 1)).cpu()
 
 
 def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Checkpoint]:

@@ -3,59 +3,64 @@
     score_i = s_ii / tau - (l_1i + l_2i) / 2,    l_1i = log mean_j exp(s_ij / tau),    l_2i = log mean_j exp(s_ji / tau)
 
 with s_ij the cosine of image i and text j: the mean of both directions' pointwise log-ratio under the model. A caption
-that fits everything has a high cosine and a high normalizer, and so a low score. The log-normalizers l come from
-NeuCLIP's network where the checkpoint has one, or from the pairs of randomly chosen shards.
+that fits everything has a high cosine and a high normalizer, and so a low score. The means are over the pairs of
+randomly chosen shards.
 
 Shards are scored one by one, each into a table of its own, so that a stopped job continues and ranks share the work.
+The tables become one, of which the names of the worst pairs are taken, and a page to look at them first.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.normalizer_error import run_of
-from pipeline.analysis.score_table import SCHEMA, part_of
 from pipeline.analysis.shard_pairs import PairBatch, PairReader, facts_in, whole
-from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.order.mixture import draw
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.tar_reader import CaptionField
+from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, rgb_image, thumbnail_url
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import read_tree, replacing, write_json
+from pipeline.files import read_tree, replacing, write_json, write_text
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.trimming import text_trimming, without_padding
-from pipeline.objectives import build_objective
-from pipeline.objectives.npn.neuclip import NeuClip
-from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.run_files import META_NAME, model_folder_in
+from pipeline.report.page import render
+from pipeline.run_files import model_folder_in
 
-Normalizers = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""[b, d] unit-norm image and text features and [b] sample ids -> log mean_j exp(s_ij / tau) of both sides, two [b]."""
 NUMBERS = ("cosine", "log_normalizer_image", "log_normalizer_text", "score")
-
-
-@dataclass(frozen=True)
-class ScoringFacts:
-    """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
-
-    model: str
-    data: str
-    caption: str
-    normalizers: str
-    reference: int
-    tau: float
+TABLE_NAME, FACTS_NAME = "scores.parquet", "scores.json"
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("shard", pa.dictionary(pa.int32(), pa.string())),
+        ("row", pa.int32()),
+        ("key", pa.string()),
+        ("uid", pa.string()),
+        ("cosine", pa.float32()),
+        ("log_normalizer_image", pa.float32()),
+        ("log_normalizer_text", pa.float32()),
+        ("score", pa.float32()),
+        ("problem", pa.string()),
+        ("transparent", pa.bool_()),
+        ("single_colour", pa.bool_()),
+    ]
+)
+SIDE, SHOWN = 192, 48
+"""Most pixels of a thumbnail from top to bottom; number of the worst pairs, and half as many of the others."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,11 @@ class Scorer:
 
     model: EvaluationModel
     pairs: PairReader
-    normalizers: Normalizers
+    reference: tuple[Tensor, Tensor, Tensor]
+    """Features of the pairs that the means are over, [m, d] each, and their ids, [m]."""
     tau: float
+    facts: dict[str, Any]
+    """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
 
     def rows(self, batch: PairBatch) -> Iterator[dict[str, Any]]:
         """The table's rows of a batch: the readable pairs, then those with a problem.
@@ -77,7 +85,8 @@ class Scorer:
         if batch.captions:
             image, text = encode(self.model, batch)
             cosine = (image * text).sum(1)
-            first, second = self.normalizers(image, text, torch.tensor(batch.sample_ids, device=image.device))
+            ids = torch.tensor(batch.sample_ids, device=image.device)
+            first, second = sampled_normalizers(self.reference, self.tau, image, text, ids)
             score = cosine / self.tau - (first + second) / 2
             values = torch.stack([cosine, first, second, score], 1)
             if not values.isfinite().all():
@@ -86,10 +95,8 @@ class Scorer:
                 )
             pixels = batch.image.flatten(-2)
             plain = (pixels.amin(-1) == pixels.amax(-1)).all(1).tolist()
-            for row, sample_id, numbers, single in zip(
-                batch.rows, batch.sample_ids, values.tolist(), plain, strict=True
-            ):
-                place = {"sample_id": sample_id, "shard": shard.name, "row": row, "single_colour": single}
+            for row, numbers, single in zip(batch.rows, values.tolist(), plain, strict=True):
+                place = {"sample_id": shard.offset + row, "shard": shard.name, "row": row, "single_colour": single}
                 yield place | dict(zip(NUMBERS, numbers, strict=True))
         for row, problem in batch.problems:
             yield {"sample_id": shard.offset + row, "shard": shard.name, "row": row, "problem": problem}
@@ -124,6 +131,11 @@ def reference_pairs(model: EvaluationModel, pairs: PairReader, *, count: int) ->
     return image, text, ids
 
 
+def part_of(output: Path, shard: int) -> Path:
+    """The table of one shard."""
+    return output / "parts" / f"{shard:06d}.parquet"
+
+
 def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callable[[int, int], None]) -> None:
     """Write the table of every shard that has none in `output` yet; this rank's share of them.
 
@@ -146,45 +158,31 @@ def score_shards(scorer: Scorer, *, output: Path, world: World, on_shard: Callab
             on_shard(done, len(mine))
 
 
-def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = ()) -> None:
-    """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts.
-
-    `facts` is a dataclass of plain values, of which those in `apart` may differ.
+def start_output(path: Path, facts: dict[str, Any], *, what: str, apart: Collection[str] = ()) -> None:
+    """Create a folder for results (`what`) by its file of facts, or check that it holds those of the same facts, of
+    which those in `apart` may differ.
 
     Raises:
         UserError: It holds others, or the file is damaged.
     """
-    if path.is_file():
-        if not isinstance(stored := read_tree(path).get("facts"), dict):
-            raise UserError(f"{path} is damaged: give another --output, or delete it.")
-        own = {name: value for name, value in json.loads(json.dumps(asdict(facts))).items() if name not in apart}
-        if other := [name for name, value in own.items() if stored.get(name) != value]:
-            differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)
-            raise UserError(
-                f"{path.parent} holds {what} with another {differing}: give another --output, or delete it."
-            )
+    if not path.is_file():
+        write_json(path, {"facts": facts})
         return
-    write_json(path, {"facts": asdict(facts)})
-
-
-def predicted_normalizers(objective: NeuClip, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`Normalizers` by the network of a trained `neuclip` objective."""
-    positive = (image * text).sum(1)
-    tau, unused = positive.new_tensor(tau_of(objective)), torch.zeros_like(positive)
-    # Without the method's eps: in it, all pairs that fit much better than chance would have the score -log(eps).
-    sides = [Anchors(side, positive, unused, tau, -math.inf) for side in (image, text)]
-    first, second = objective.npn.predict((sides[0], sides[1]))
-    return first + positive / tau, second + positive / tau
-
-
-def tau_of(objective: NeuClip) -> float:
-    return math.exp(-objective.logit_parameters()[0])
+    if not isinstance(stored := read_tree(path).get("facts"), dict):
+        raise UserError(f"{path} is damaged: give another --output, or delete it.")
+    own = {name: value for name, value in json.loads(json.dumps(facts)).items() if name not in apart}
+    other = [f"{name} ({stored.get(name)}, now {own[name]})" for name in own if stored.get(name) != own[name]]
+    if other:
+        raise UserError(
+            f"{path.parent} holds {what} with another {', '.join(other)}: give another --output, or delete it."
+        )
 
 
 def sampled_normalizers(
     reference: tuple[Tensor, Tensor, Tensor], tau: float, image: Tensor, text: Tensor, sample_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`Normalizers` by m pairs of the dataset, as of `reference_pairs`; a pair is left out of its own mean."""
+    """log mean_j exp(s_ij / tau) of both sides over the m reference pairs, [b] each, for features, [b, d] each, and
+    sample ids, [b]; a pair is left out of its own mean."""
     images, texts, ids = reference
     own = sample_ids[:, None] == ids
     counted = (len(ids) - own.sum(1)).log()
@@ -200,65 +198,27 @@ def make_scorer(
     manifest: Manifest,
     *,
     caption: CaptionField,
-    normalizers: str,
     reference: int,
     batch_size: int,
     workers: int,
     world: World,
-) -> tuple[Scorer, ScoringFacts]:
-    """The scorer, and the facts that its scores depend on.
+) -> Scorer:
+    """The scorer of a model; `spec` is what `load_for_evaluation` takes.
 
-    `spec` is what `load_for_evaluation` takes; `normalizers` is "network", "sample" of `reference` pairs, which every
-    rank encodes for itself, or "auto": the network where the checkpoint has one. `batch_size` pairs are encoded at a
-    time, and `workers` threads decode.
+    Every rank encodes `reference` pairs for itself. `batch_size` pairs are encoded at a time, and `workers` threads
+    decode.
 
     Raises:
-        UserError: There is no model, it has no temperature, or no network where that was chosen.
+        UserError: There is no model, or it has no temperature.
     """
-    # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
+    # Chosen once, on one rank: a run that is still training may write another checkpoint meanwhile.
     spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
     image_of = whole(model.preprocess, model.architecture.background)
     pairs = PairReader(manifest, caption, image_of, batch_size=batch_size, workers=workers)
-    facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
-    network = None if normalizers == "sample" else load_network(spec, device=world.device)
-    if network is not None:
-        tau = tau_of(network)
-        return Scorer(model, pairs, partial(predicted_normalizers, network), tau), facts("network", 0, tau)
-    if normalizers == "network":
-        raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
     tau = temperature_of(model, spec)
-    sampled = partial(sampled_normalizers, reference_pairs(model, pairs, count=reference), tau)
-    return Scorer(model, pairs, sampled, tau), facts("sample", reference, tau)
-
-
-def load_network(spec: str, *, device: torch.device) -> NeuClip | None:
-    """The objective of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
-
-    Raises:
-        UserError: The checkpoint is damaged.
-    """
-    folder = model_folder_in(Path(spec))
-    if folder is None or not (folder / META_NAME).is_file():
-        return None
-    try:
-        checkpoint = open_checkpoint(folder)
-    except UserError as error:
-        raise UserError(f"{folder} is damaged: {error}") from error
-    run, state = run_of(checkpoint), checkpoint.objective()
-    if "npn.weight" not in state:
-        return None
-    objective = build_objective(
-        run.objective,
-        dim=state["npn.weight"].shape[-1],
-        batch_size=run.batch_size,
-        dataset_size=max(run.samples, 2),  # which the prediction does not depend on
-        total_steps=run.total_steps,
-        world=World(),  # each rank predicts for its own pairs
-        device=device,
-    )
-    objective.load_state_dict(state)
-    return objective if isinstance(objective, NeuClip) else None
+    facts = {"model": model.digest, "data": manifest.digest, "caption": str(caption), "reference": reference}
+    return Scorer(model, pairs, reference_pairs(model, pairs, count=reference), tau, facts | {"tau": tau})
 
 
 def temperature_of(model: EvaluationModel, spec: str) -> float:
@@ -266,3 +226,96 @@ def temperature_of(model: EvaluationModel, spec: str) -> float:
     if model.towers.logit is None:
         raise UserError(f"{spec} has no logit scale, and so no temperature.")
     return math.exp(-model.towers.logit[0])
+
+
+def join_parts(manifest: Manifest, output: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write `scores.parquet` from the tables of all shards, and the counts, which are returned, to `scores.json`.
+
+    Raises:
+        UserError: Tables are missing.
+    """
+    paths = [part_of(output, index) for index in range(len(manifest.shards))]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
+    problems, flags = Counter[str](), Counter(transparent=0, single_colour=0)
+    with (
+        replacing(output / TABLE_NAME) as temporary,
+        pq.ParquetWriter(temporary, SCHEMA, write_page_checksum=True) as writer,
+    ):
+        for path in paths:
+            table = read_scores(path, schema=SCHEMA)
+            problems.update(table["problem"].drop_null().to_pylist())
+            flags.update({name: table[name].to_pylist().count(True) for name in flags})
+            writer.write_table(table)
+    counts = {"pairs": manifest.n, "scored": manifest.n - problems.total(), "problems": dict(problems), **flags}
+    write_json(output / FACTS_NAME, {"facts": facts, **counts})
+    return counts
+
+
+def read_scores(path: Path, **options: Any) -> pa.Table:
+    """A table of scores, or some of its columns.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    try:
+        return pq.read_table(path, page_checksum_verification=True, **options)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, and run the same command again.") from error
+
+
+def worst_keys(table: Path, share: float) -> list[str]:
+    """Names of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
+
+    A name is the sample's key, or SHARD:KEY in a dataset where several shards have the same keys.
+    """
+    columns = read_scores(table, columns=["shard", "key", "score"])
+    order = by_score(columns)
+    keys, shards = columns["key"].to_pylist(), columns["shard"].to_pylist()
+    known = [key for key in keys if key is not None]
+    qualified = len(set(known)) < len(known)
+    return [f"{shards[i]}:{keys[i]}" if qualified else keys[i] for i in order[: share_of(len(order), share)]]
+
+
+def share_of(count: int, share: float) -> int:
+    """`share` of a number of pairs, rounded down: 29 for 0.29 of 100, which is 28.999... in floating point."""
+    return int(share * count + 1e-6)
+
+
+def by_score(table: pa.Table) -> np.ndarray:
+    """Rows of a table of scores in increasing order of the score, without those that have none."""
+    score = table["score"].to_numpy(zero_copy_only=False)
+    order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
+    return order[: int(np.isfinite(score).sum())]
+
+
+def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float) -> None:
+    """Write a page with the worst pairs, those on both sides of the cut, and for comparison the best.
+
+    `share` is that of the worst of the scored pairs in `table`, which may be removed: where the cut is.
+    """
+    rows = read_scores(table, columns=["shard", "row", "key", "score", "cosine"])
+    order = by_score(rows)
+    cut, half = share_of(len(order), share), SHOWN // 2
+    parts = {
+        "The worst pairs": order[: min(SHOWN, cut)],
+        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(SHOWN, cut - half) : cut],
+        f"Just above the cut at {share:.0%}: the first that would be kept": order[cut : cut + half],
+        "The best pairs, for comparison": order[max(cut + half, len(order) - half) :][::-1],
+    }
+    shown = {title: rows.take(part).to_pylist() for title, part in parts.items() if len(part)}
+    wanted: dict[str, dict[int, list[dict[str, Any]]]] = {}  # by shard and row
+    for row in itertools.chain.from_iterable(shown.values()):
+        row["numbers"] = f"score {row['score']:.2f}, cosine {row['cosine']:.3f}"
+        row |= {"source": "", "caption": "", "name": f"{row['shard']}:{row['key']}"}
+        wanted.setdefault(row["shard"], {}).setdefault(row["row"], []).append(row)
+    for shard in (shard for shard in manifest.shards if shard.name in wanted):
+        here = wanted[shard.name]
+        with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
+            for number, record in enumerate(itertools.islice(records, max(here) + 1)):
+                for row in here.get(number, ()):
+                    with suppress(CorruptSample):  # it has a score, so it was readable a moment ago
+                        row["source"] = thumbnail_url(rgb_image(record.image or b""), (2 * SIDE, SIDE))
+                    row["caption"] = caption.read(record)
+    title = f"Scores of {Path(manifest.root).resolve().name}"
+    write_text(path, render("contact_sheet.html", {"title": title, "count": len(order), "parts": shown}))

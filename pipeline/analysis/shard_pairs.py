@@ -133,12 +133,7 @@ def facts_in(url: str) -> dict[int, dict[str, Any]]:
     with suppress(DamagedTar, OSError), open_records(url, skip=0, caption_suffix="json") as records:
         for row, record in enumerate(records):
             names[row] = {"key": as_text(record.key), "transparent": has_transparency(record.image or b"")}
-            if uid := uid_of(record.caption or b""):
-                names[row]["uid"] = uid
+            uid = (record_of(record.caption or b"") or {}).get("uid")
+            if uid not in (None, ""):
+                names[row]["uid"] = as_text(str(uid))
     return names
-
-
-def uid_of(text: bytes) -> str | None:
-    """The uid in a sample's JSON member, or None."""
-    tree = record_of(text) or {}
-    return as_text(str(tree["uid"])) if tree.get("uid") is not None else None

@@ -6,9 +6,10 @@ Shape legend: B global batch, b local batch, d feature dimension, n dataset size
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,18 @@ from torch import Tensor
 from pipeline.distributed.devices import true_fp32
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
-from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, ObjectiveMemory, ObjectiveOutput
+from pipeline.objectives.drift import DriftGuard
+from pipeline.objectives.registry import (
+    ObjectiveConfig,
+    ObjectiveContext,
+    ObjectiveMemory,
+    ObjectiveOutput,
+    Pair,
+    StatefulPart,
+)
+from pipeline.objectives.sample_table import PerSampleTable
 
-ROWS = "per_sample"
-"""Name of the per-sample rows in a checkpoint."""
+ROWS = "per_sample"  # their name in a checkpoint
 _NOTHING: Any = object()
 """Marks that no batch is pending; what `update_state` needs may be None."""
 
@@ -33,6 +41,8 @@ class Objective(ABC):
     which are saved, loaded, compared over the ranks and logged.
     """
 
+    table: PerSampleTable | None = None
+    """Per-sample state."""
     distills = False
     """Whether `loss_and_gradients` takes `teacher`."""
     masks = False
@@ -52,11 +62,9 @@ class Objective(ABC):
         if context.batch_size < 2:
             raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
         self.config, self.context, self.world, self.parts = config, context, context.world, parts
-        self.table = next((part.table for part in parts if part.table is not None), None)
         self.drift = DriftGuard(context.world, device=context.device)
         self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
-        self._pending = _NOTHING
-        self._lengths_checked = False
+        self._pending, self._lengths_checked = _NOTHING, False
 
     @abstractmethod
     def loss_and_gradients(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
@@ -110,10 +118,9 @@ class Objective(ABC):
                     "the setting and the argument need each other."
                 )
         dtype = self.context.dtype
+        image, text = image.to(dtype), text.to(dtype)
         with true_fp32(self.context.device):
-            output, self._pending = self.loss_and_gradients(
-                image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
-            )
+            output, self._pending = self.loss_and_gradients(image, text, sample_ids=sample_ids, **given)
         return output
 
     @torch.no_grad()
@@ -158,21 +165,43 @@ class Objective(ABC):
             RuntimeError: The previous batch was neither committed nor discarded.
             UserError: Shapes, sizes or types are wrong.
         """
-        check_batch(image, text, sample_ids, dim=self.context.dim, lengths=not self._lengths_checked)
-        self._lengths_checked = True
-        if sample_ids is None:
-            sample_ids = self._unknown_ids(image)
+        self._check_batch(image, text, sample_ids)
+        if sample_ids is None:  # distinct negative ones
+            rows, first = self.world.rows(len(image)), self.steps * self.context.batch_size + 1
+            sample_ids = -torch.arange(first + rows.start, first + rows.stop, device=image.device)
         output = self.compute(image.detach(), text.detach(), sample_ids=sample_ids, **given)
         gradients = (output.grad_image, output.grad_text)
-        loss: Tensor = WithGradient.apply(image, text, output.loss, gradients, self.world.size)
+        loss: Tensor = _WithGradient.apply(image, text, output.loss, gradients, self.world.size)
         return loss
 
-    def _unknown_ids(self, image: Tensor) -> Tensor:
-        """Distinct negative ids for a batch that was given without, [b] int64."""
-        if self.table is not None:
-            raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
-        rows, first = self.world.rows(len(image)), self.steps * self.context.batch_size + 1
-        return -torch.arange(first + rows.start, first + rows.stop, device=image.device)
+    def _check_batch(self, image: Tensor, text: Tensor, sample_ids: Tensor | None) -> None:
+        """Refuse wrong shapes and types; warn once if the features do not have length 1."""
+        dim = self.context.dim
+        if wrong := [type(x).__name__ for x in (image, text) if not isinstance(x, Tensor)]:
+            raise UserError(f"Features are {' and '.join(wrong)}: both have to be tensors of torch, [b, {dim}].")
+        shapes = [tuple(x.shape) for x in (image, text)]
+        if image.ndim != 2 or shapes[0] != shapes[1] or shapes[0][1] != dim:
+            raise UserError(
+                f"Features have shapes {shapes[0]} (image) and {shapes[1]} (text): both need [b, {dim}], b pairs of "
+                f"this rank and the dim={dim} that the objective was built for."
+            )
+        if not self._lengths_checked:
+            self._lengths_checked = True
+            length = float(torch.stack([image, text]).detach().float().norm(dim=2).sub(1).abs().max()) + 1
+            if not length < 1.02:
+                warnings.warn(
+                    f"Features have to have length 1, and those of the first batch differ by up to {length - 1:.3g}: "
+                    "use torch.nn.functional.normalize(features, dim=-1), or encode_image(images, normalize=True).",
+                    stacklevel=3,
+                )
+        if sample_ids is None:
+            if self.table is not None:
+                raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids).")
+            return
+        kind = sample_ids.dtype if isinstance(sample_ids, Tensor) else type(sample_ids).__name__
+        if kind is not torch.int64 or sample_ids.shape != (len(image),):
+            shape = f" of shape {tuple(sample_ids.shape)}" if isinstance(sample_ids, Tensor) else ""
+            raise UserError(f"sample_ids is {kind}{shape}: it has to be a torch.int64 tensor of shape ({len(image)},).")
 
     @torch.no_grad()
     def apply_to(self, model: torch.nn.Module) -> None:
@@ -232,9 +261,8 @@ class Objective(ABC):
     def memory(self) -> ObjectiveMemory:
         """Size of the lasting state; an objective built on the `meta` device knows it without holding the state."""
         own = _joined(part.own_state() for part in self.parts)
-        tensors = (self._steps, *self.replicated_state().values(), *own.values())
-        per_sample = 0 if self.table is None else 4 * len(self.table.columns)
-        return ObjectiveMemory(sum(value.nbytes for value in tensors), float(per_sample))
+        replicated = sum(x.nbytes for x in (self._steps, *self.replicated_state().values(), *own.values()))
+        return ObjectiveMemory(replicated, 0.0 if self.table is None else 4.0 * len(self.table.columns))
 
     def replicated_state(self) -> dict[str, Tensor]:
         """The state that every rank holds, by name: the tensors themselves."""
@@ -249,10 +277,22 @@ class Objective(ABC):
         """Restore what `state_dict` returned; collective.
 
         Raises:
-            UserError: A key is missing or a shape differs.
+            UserError: A key is missing or a shape differs; then nothing has been changed.
         """
         self._pending, divided = _NOTHING, self._gathered()
-        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
+        own = {"steps": self._steps, **self.replicated_state(), **divided}
+        for key, tensor in own.items():
+            if key not in state or state[key].shape != tensor.shape:
+                wrong = f"no {key}"
+                if key in state:
+                    shape, needed = tuple(state[key].shape), tuple(tensor.shape)
+                    wrong = f"{key} of shape {shape}, but these settings need {needed}"
+                raise UserError(
+                    f"The saved objective state has {wrong}. Resume with the objective settings and the batch_size "
+                    "that the checkpoint was written with."
+                )
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
         for part in self.parts:
             part.divide_state(divided)
 
@@ -273,8 +313,23 @@ class Objective(ABC):
             self.table.load(ROWS, read)
 
 
-Value = TypeVar("Value")
-
-
-def _joined(dictionaries: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+def _joined(dictionaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for dictionary in dictionaries for key, value in dictionary.items()}
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradients with respect to the features are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, text: Tensor, loss: Tensor, gradients: tuple[Tensor, Tensor], scale: int
+    ) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.scale, ctx.dtypes = scale, (image.dtype, text.dtype)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0] * ctx.scale
+        image, text = ((g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return image, text, None, None, None

@@ -12,7 +12,6 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.registry import ObjectiveContext, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
-from pipeline.objectives.sogclr import temperature_slopes
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 
@@ -42,9 +41,9 @@ class Dcl(SoftmaxObjective):
         super().__init__(config, context, temperature=temperature, eps=config.eps)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
-        tau, log_normalizer = self.temperature.value(), self._with_eps(batch)
+        tau, log_normalizer = self.temperature.value(), self.with_eps(batch.log_g)
         total = 0.5 * log_normalizer.mean(1).sum()
-        tau_gradient = 0.5 * temperature_slopes(batch, log_normalizer).mean(1).sum()
+        tau_gradient = 0.5 * batch.tau_slopes(log_normalizer).mean(1).sum()
         if self.config.rho is not None:
             tau_gradient = total + self.config.rho + tau * tau_gradient
         return AnchorWeights(
@@ -56,7 +55,4 @@ class Dcl(SoftmaxObjective):
         )
 
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
-        return self._with_eps(batch)
-
-    def _with_eps(self, batch: AnchorBatch) -> Tensor:
-        return torch.logaddexp(batch.log_g, batch.log_g.new_full((), math.log(self.config.eps)))
+        return self.with_eps(batch.log_g)

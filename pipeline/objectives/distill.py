@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.objectives.pairwise import row_blocks
-from pipeline.objectives.parts import Pair
+from pipeline.objectives.registry import Pair
 
 
 @dataclass(frozen=True)

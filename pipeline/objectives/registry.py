@@ -1,4 +1,4 @@
-"""What an objective is given and what it returns, and objectives by name.
+"""What an objective is given, returns and consists of, and objectives by name.
 
 `objective.name` selects a method: a file below `pipeline.objectives`, or of an installed package with an entry point of
 the group `neuclip.objectives`. Shape legend: b local batch, d feature dimension, K ranks.
@@ -99,6 +99,37 @@ class ObjectiveMemory:
     replicated: int
     """With the rank's share of what is divided among the ranks."""
     per_sample: float
+
+
+Pair = tuple[Tensor, Tensor]
+"""The image side and the text side."""
+
+
+class StatefulPart:
+    """A part of an objective, which saves, loads, compares and logs it; by default without any state."""
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        """The state that every rank holds, by name: the tensors themselves, so that loading writes into them."""
+        return {}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's share of state that is divided among the ranks, by name."""
+        return {}
+
+    def gathered_state(self) -> dict[str, Tensor]:
+        """State that is divided among the ranks, whole on every rank, by name; collective."""
+        return {}
+
+    def divide_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of what `gathered_state` returned, possibly on another number of ranks."""
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        """Current learning rates, by the name of their setting."""
+        return {}
+
+    def distributions(self) -> dict[str, Tensor]:
+        """Values of the lasting state for histograms, computed on each call."""
+        return {}
 
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type)

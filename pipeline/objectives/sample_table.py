@@ -25,13 +25,6 @@ BLOCK = 2**22
 """Rows that are read or written at once."""
 
 
-def owned_range(dataset_size: int, *, rank: int, size: int) -> tuple[int, int]:
-    """The ids `[start, stop)` that a rank owns; together the ranks cover `[0, n)` without overlap."""
-    share = -(-dataset_size // size)
-    start = min(rank * share, dataset_size)
-    return start, min(start + share, dataset_size)
-
-
 class PerSampleTable:
     """A row of fp32 columns (name -> initial value) for each of `dataset_size` samples; this rank holds those of its
     own ids. Lookups and writes happen on `device`."""
@@ -40,7 +33,9 @@ class PerSampleTable:
         if dataset_size < 1:
             raise UserError(f"dataset_size = {dataset_size}: methods with per-sample state need the number of samples.")
         self.columns, self.dataset_size, self.world, self.device = tuple(columns), dataset_size, world, device
-        self.start, self.stop = owned_range(dataset_size, rank=world.rank, size=world.size)
+        share = -(-dataset_size // world.size)
+        self.start = min(world.rank * share, dataset_size)
+        self.stop = min(self.start + share, dataset_size)
         self.home = device if device.type == "meta" else torch.device("cpu")
         self._pinned = self.home.type == "cpu" and device.type == "cuda"
         # One extra row receives the writes and reads of other ranks' ids, which keeps shapes static.

@@ -34,7 +34,7 @@ class SigLip(Objective):
 
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
         self.temperature = LearnedTemperature(config, context)
-        self.bias = LearnedScalar(config.bias_init, name="bias", config=config, context=context)
+        self.bias = LearnedScalar(config.bias_init, name="bias", context=context)
         super().__init__(config, context, parts=(self.temperature, self.bias))
 
     def loss_and_gradients(

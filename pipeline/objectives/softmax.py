@@ -23,8 +23,7 @@ from pipeline.distributed.devices import true_fp32
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective
 from pipeline.objectives.distill import Teacher, relational_loss
-from pipeline.objectives.parts import Pair, StatefulPart
-from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, ObjectiveOutput, Pair, StatefulPart
 from pipeline.objectives.temperature import Temperature
 
 SIDES = ("image", "text")
@@ -53,9 +52,13 @@ class AnchorBatch:
     step: int
     """Steps committed so far."""
     ids: Tensor | None = None
-    """Sample ids, [B], for estimators that need them; negative ones are unknown and distinct."""
+    """Sample ids, [B], for methods that need them; negative ones are unknown and distinct."""
     keys: Tensor | None = None
     """Of equal pairs, [B, k], with `mask_equal`."""
+
+    def tau_slopes(self, log_normalizer: Tensor) -> Tensor:
+        """`(dg_i/dtau) / exp(a_i)` of each anchor for its log-normalizer a, [2, B]: -(1/tau) exp(log g - a) mean_h."""
+        return -torch.exp(self.log_g - log_normalizer) * self.mean_h / self.tau
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class AnchorWeights:
     """Further terms of the gradient of this rank's features, [b, d] each."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     update: Any = None
-    """For the estimator's `commit`."""
+    """For the method's `update_state`."""
 
 
 class SoftmaxObjective(Objective):
@@ -87,11 +90,13 @@ class SoftmaxObjective(Objective):
 
     Args:
         temperature: Supplies tau, and learns it unless it is constant.
-        estimator: Keeps the method's estimates of the normalizers, if it has any beyond the batch's own.
+        parts: What else has state.
         eps: The small constant that the method adds to every normalizer g; 0 = none.
     """
 
     distills = masks = True
+    needs_ids = False
+    """Whether the method uses `AnchorBatch.ids`."""
 
     def __init__(
         self,
@@ -99,14 +104,11 @@ class SoftmaxObjective(Objective):
         context: ObjectiveContext,
         *,
         temperature: Temperature,
-        estimator: StatefulPart | None = None,
+        parts: tuple[StatefulPart, ...] = (),
         eps: float = 0.0,
     ) -> None:
-        estimator = estimator or StatefulPart()
-        super().__init__(config, context, parts=(temperature, estimator))
-        self.temperature = temperature
-        self._estimator = estimator
-        self.eps = eps
+        super().__init__(config, context, parts=(temperature, *parts))
+        self.temperature, self.eps = temperature, eps
 
     @abstractmethod
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
@@ -119,6 +121,10 @@ class SoftmaxObjective(Objective):
     def normalizers_in_use(self, batch: AnchorBatch) -> Tensor:
         """log-normalizers by which a step on this batch would weigh its gradients, [2, B]."""
         return self.anchor_weights(batch).log_normalizer
+
+    def with_eps(self, log_values: Tensor) -> Tensor:
+        """log(eps + x) of log x."""
+        return torch.logaddexp(log_values, log_values.new_full((), math.log(self.eps)))
 
     @torch.no_grad()
     def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +187,6 @@ class SoftmaxObjective(Objective):
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
         if pending.tau_gradient is not None:
             self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
-        self._estimator.commit(pending.update)
 
     def logit_parameters(self) -> tuple[float, float | None]:
         return self.temperature.logit_scale(), None
@@ -206,7 +211,7 @@ class SoftmaxObjective(Objective):
         gathered = self.world.all_gather(torch.stack(scalars, 1)).T.contiguous()
         positive, log_g, mean_h = gathered[0], gathered[1::2], gathered[2::2]
         ids = None
-        if self._estimator.needs_ids:
+        if self.needs_ids:
             ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
         return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, size, rows, self.steps, ids, keys)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import abstractmethod
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import pydantic
 import torch
@@ -17,8 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.parts import Adam, StatefulPart
-from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext
+from pipeline.objectives.registry import ObjectiveConfig, ObjectiveContext, StatefulPart
 
 log = logging.getLogger(__name__)
 TAU_MAX = 1.0
@@ -26,6 +26,28 @@ TAU_BETA1 = 0.9
 """Adam's decay of a temperature's first moment."""
 TAU_OF_FALL = 0.03
 """Temperature below which `tau_lr_fall` holds (FastCLIP, NeuCLIP)."""
+Rate = Tensor | float
+
+
+@dataclass(frozen=True)
+class Adam:
+    """torch.optim.Adam without weight decay, in place on tensors that the caller keeps.
+
+    `lr` and `updates`, the number of the update from 1, may be tensors, one value for all or one per row. With `root`
+    false it divides by the second moment instead of by its root.
+    """
+
+    lr: Rate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    root: bool = True
+    slots: ClassVar[tuple[str, ...]] = ("moment1", "moment2")
+
+    def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
+        beta1, beta2 = self.betas
+        first = slots["moment1"].lerp_(gradient, 1 - beta1) / (1 - beta1**updates)
+        second = slots["moment2"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2**updates)
+        parameter -= self.lr * first / ((second.sqrt() if self.root else second) + self.eps)
 
 
 @section
@@ -65,16 +87,16 @@ def tau_lr_at(config: LearnedTauConfig, *, lr_scale: float) -> float:
 class LearnedScalar(StatefulPart):
     """A replicated scalar with its own Adam. State: value, both moments, number of updates."""
 
-    def __init__(self, initial: float, *, name: str, config: TemperatureConfig, context: ObjectiveContext) -> None:
-        self.name = name
-        self._betas, self._eps = (TAU_BETA1, context.beta2), context.adam_eps
+    def __init__(self, initial: float, *, name: str, context: ObjectiveContext) -> None:
+        self.name, self.context = name, context
         self.value = torch.tensor(initial, device=context.device, dtype=context.dtype)
         self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 
-    def update(self, gradient: Tensor, *, lr: Tensor | float) -> None:
+    def update(self, gradient: Tensor, *, lr: Rate) -> None:
         self.updates += 1
         slots = {"moment1": self.moment1, "moment2": self.moment2}
-        Adam(lr, self._betas, self._eps).step(self.value, gradient, slots, updates=self.updates)
+        adam = Adam(lr, (TAU_BETA1, self.context.beta2), self.context.adam_eps)
+        adam.step(self.value, gradient, slots, updates=self.updates)
 
     def replicated_state(self) -> dict[str, Tensor]:
         fields = ("value", "moment1", "moment2", "updates")
@@ -82,23 +104,7 @@ class LearnedScalar(StatefulPart):
 
 
 class Temperature(StatefulPart):
-    """Supplies the temperature of every anchor."""
-
-    @abstractmethod
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
-        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
-
-    @abstractmethod
-    def logit_scale(self) -> float:
-        """log(1/tau), as open_clip stores it."""
-
-    def update(self, gradient: Any, *, lr_scale: float) -> None:
-        """Learn from dL/dtau."""
-        raise NotImplementedError(f"{type(self).__name__} is not learned")
-
-
-class GlobalTemperature(Temperature):
-    """One temperature for all anchors, here a constant."""
+    """The temperature of every anchor: here one for all of them, a constant."""
 
     def __init__(self, tau: float, context: ObjectiveContext) -> None:
         self.tau, self._tensor = tau, torch.full((), tau, dtype=context.dtype, device=context.device)
@@ -108,27 +114,32 @@ class GlobalTemperature(Temperature):
         return self._tensor
 
     def of_anchors(self, size: int, fetched: Tensor | None) -> Tensor:
+        """tau of a batch's anchors, [2, B] (an expanded scalar for a global one); fetched: the batch's table rows."""
         return self.value().expand(2, size)
 
     def logit_scale(self) -> float:
+        """log(1/tau), as open_clip stores it."""
         return -math.log(self.tau)
 
+    def update(self, gradient: Any, *, lr_scale: float) -> None:
+        """Learn from dL/dtau."""
+        raise NotImplementedError(f"{type(self).__name__} is not learned")
 
-class LearnedTemperature(GlobalTemperature):
+
+class LearnedTemperature(Temperature):
     """One learned temperature for all anchors, kept as log(1/tau)."""
 
     def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.config = config
-        self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", config=config, context=context)
+        self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", context=context)
 
     def value(self) -> Tensor:
         return torch.exp(-self.log_scale.value)
 
     def update(self, gradient: Tensor, *, lr_scale: float) -> None:
         """One step of Adam on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, 1]."""
-        c, tau = self.config, self.value()
-        self.log_scale.update(-tau * gradient, lr=self.rate(lr_scale=lr_scale))
-        self.log_scale.value.clamp_(-math.log(TAU_MAX), -math.log(c.tau_min))
+        self.log_scale.update(-self.value() * gradient, lr=self.rate(lr_scale=lr_scale))
+        self.log_scale.value.clamp_(-math.log(TAU_MAX), -math.log(self.config.tau_min))
 
     def rate(self, *, lr_scale: float) -> Tensor:
         c = self.config

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +17,7 @@ from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective, pairwise
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.parts import fingerprint
+from pipeline.objectives.drift import fingerprint
 from tests.unit.objectives_reference import context, unit_features
 
 BATCH, DIM, STEPS = 16, 12, 5
@@ -113,81 +112,6 @@ def bytes_moved(world: World) -> dict[str, dict[str, int]]:
     return found
 
 
-def bytes_of_autograd(world: World) -> int:
-    """Return the same for open_clip's loss with autograd through the gather, counted at calls of torch.distributed."""
-    from open_clip.loss import ClipLoss
-
-    moved = 0
-
-    def counting(call: Any, position: int) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal moved
-            sent = args[position]
-            moved += sum(
-                x.numel() * x.element_size() for x in (sent if isinstance(sent, list) else [sent]) if x is not None
-            )
-            return call(*args, **kwargs)
-
-        return counted
-
-    # name -> position of the argument that this rank sends
-    senders = {
-        "all_gather": 1,
-        "scatter": 1,
-        "reduce_scatter": 1,
-        "all_to_all": 1,
-        "all_reduce": 0,
-        "all_to_all_single": 1,
-    }
-    originals = {name: getattr(dist, name) for name in senders}
-    try:
-        for name, position in senders.items():
-            setattr(dist, name, counting(originals[name], position))
-        image, text, _ = local(world, 0, dtype=torch.float32)
-        image, text = image.requires_grad_(), text.requires_grad_()
-        loss = ClipLoss(local_loss=True, gather_with_grad=True, rank=world.rank, world_size=world.size)
-        loss(image, text, torch.tensor(14.0)).backward()
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return moved
-
-
-def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
-    """Return loss and gradients of open_clip's own distributed losses, averaged over ranks, together with ours."""
-    from open_clip.loss import ClipLoss, SigLipLoss
-
-    ranks = {"rank": world.rank, "world_size": world.size}
-    peers = {
-        "openclip": ClipLoss(local_loss=True, gather_with_grad=True, **ranks),
-        "openclip_whole": ClipLoss(local_loss=False, gather_with_grad=True, **ranks),
-        "siglip": SigLipLoss(**ranks),
-    }
-    found = {}
-    for name, peer in peers.items():
-        objective = make(name.removesuffix("_whole"), world)
-        image, text, ids = local(world, 0)
-        output = objective.compute(image, text, sample_ids=ids)
-        scale, bias = (
-            torch.tensor(x or 0.0, dtype=torch.float64, requires_grad=True) for x in objective.logit_parameters()
-        )
-        image, text = image.requires_grad_(), text.requires_grad_()
-        arguments = (scale.exp(), bias) if name == "siglip" else (scale.exp(),)
-        loss = peer(image, text, *arguments)
-        loss.backward()
-        shared = {"loss": world.all_reduce(loss), "scale": world.all_reduce(scale.grad)}
-        pending = objective._pending
-        tau_gradient = pending[0] if name == "siglip" else pending.tau_gradient
-        ours = {"loss": output.loss, "scale": -torch.exp(-scale.detach()) * tau_gradient}
-        ours |= {"image": output.grad_image, "text": output.grad_text}
-        theirs = {key: value / world.size for key, value in shared.items()}
-        theirs |= {"image": image.grad / world.size, "text": text.grad / world.size}
-        if name == "siglip":
-            ours["bias"], theirs["bias"] = pending[1], world.all_reduce(bias.grad) / world.size
-        found[name] = {f"ours.{k}": v for k, v in ours.items()} | {f"theirs.{k}": v for k, v in theirs.items()}
-    return found
-
-
 def drifting(world: World) -> dict[str, Any]:
     """Flip a bit on rank 1 three times that the commit does not round away: repaired twice, then all ranks stop."""
     objective = build_objective(NEUCLIP, context=context(BATCH, DIM, world=world, dtype=torch.float32))
@@ -251,8 +175,6 @@ def main(out: Path) -> None:
         result = {
             "everything": everything(world),
             "bytes": bytes_moved(world),
-            "autograd_bytes": bytes_of_autograd(world),
-            "open_clip": against_open_clip(world),
             "drift": drifting(world),
             "own_loop": own_loop(world),
         }

@@ -55,9 +55,6 @@ def test_a_step_communicates_the_features_once_plus_scalars(ranks):
         assert 0 <= scalars <= 4 * (5 * local + 9 * BATCH) + 8 * local, name  # O(B): ids, five scalars, table rows
         assert not any("broadcast" in key or "scatter" in key for key in moved), name
     assert ranks[0]["bytes"]["neuclip_replicated"] == {"all_gather.bytes": features + 5 * local * 4}
-    # Autograd through the gather also sends every rank's part of the gradient of all B features.
-    assert ranks[0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
-    assert ranks[0]["autograd_bytes"] > (SIZE / 2) * sum(ranks[0]["bytes"]["neuclip_replicated"].values())
 
 
 def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks):
@@ -70,14 +67,6 @@ def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks):
     assert ranks[0]["bytes"]["neuclip_queue"] == {"all_gather.bytes": plain + 3 * BATCH // SIZE * 4}
     # The gradient through alpha of a rank's own anchors needs all prototypes: each rank sends its shard.
     assert ranks[0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain
-
-
-@pytest.mark.parametrize("name", ["openclip", "openclip_whole", "siglip"])
-def test_distributed_losses_of_open_clip_agree(ranks, name):
-    for result in ranks:
-        values = result["open_clip"][name]
-        for key in [k.removeprefix("ours.") for k in values if k.startswith("ours.")]:
-            assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
 
 
 def test_a_plain_training_loop_gives_the_same_results_for_any_world_size(ranks):

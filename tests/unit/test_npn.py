@@ -50,15 +50,12 @@ def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
     return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
 
 
-def unit_gradient(anchors, weight, passes, *, objective="unified"):
+def loss_gradient(anchors, weight, *, objective="unified", passes=None):
+    """dL/dW, [m, d], alpha under this W, [B], and dL/dU, [m, d]."""
+    passes = passes or kernels.Passes()
     at = passes.prepare(weight, anchors.tau, dtype=None if anchors.low is None else torch.bfloat16)
-    return prototypes.unit_gradient(anchors, at, objective=objective, passes=passes)
-
-
-def loss_gradient(anchors, weight, *, objective="unified"):
-    """dL/dW, [m, d], and alpha under this W, [B]."""
-    gradient, alpha = unit_gradient(anchors, weight, kernels.Passes(), objective=objective)
-    return torch.cat([gradient.tangent(rows) for rows in kernels.pieces(weight)]), alpha
+    product, alpha = prototypes.unit_gradient(anchors, at, objective=objective, passes=passes)
+    return torch.cat([at.tangent(product, rows) for rows in kernels.pieces(weight)]), alpha, product
 
 
 def written_loss(anchors, text, weight, objective):
@@ -76,12 +73,10 @@ def test_closed_form_gradient_equals_autograd(batch_size, objective, monkeypatch
     anchors, text = make_anchors(batch_size)
     weight = make_weight(11).requires_grad_()
     expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]
-    gradient, alpha = loss_gradient(anchors, weight.detach(), objective=objective)
+    gradient, alpha, _ = loss_gradient(anchors, weight.detach(), objective=objective)
     assert relative_error(gradient, expected) < 1e-10
-    assert (
-        relative_error(alpha, predicted_log_normalizers(anchors.features, text, weight, tau=anchors.tau, eps=EPS))
-        < 1e-12
-    )
+    predicted = predicted_log_normalizers(anchors.features, text, weight, tau=anchors.tau, eps=EPS)
+    assert relative_error(alpha, predicted) < 1e-12
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -89,8 +84,8 @@ def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
     passes = kernels.Passes()
-    gradient, _ = unit_gradient(anchors, make_weight(96, dtype=torch.float32), passes)
-    assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
+    product = loss_gradient(anchors, make_weight(96, dtype=torch.float32), passes=passes)[2]
+    assert product.dtype == torch.float32  # sums over blocks are not rounded to bf16
     assert max(buffer.numel() for buffer in passes.space._buffers.values()) <= 96 * 16  # the size of [m, d]
 
 
@@ -117,45 +112,50 @@ def test_slopes_of_a_queue_without_the_anchors_own_samples_equal_autograd():
 def test_bf16_products_stay_close_to_fp32():
     anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
     weight = make_weight(96, 64, dtype=torch.float32)
-    low, low_alpha = loss_gradient(anchors, weight)
-    full, full_alpha = loss_gradient(replace(anchors, low=None), weight)
+    low, low_alpha, _ = loss_gradient(anchors, weight)
+    full, full_alpha, _ = loss_gradient(replace(anchors, low=None), weight)
     assert (low_alpha - full_alpha).square().mean() < 1e-3
     assert F.cosine_similarity(low.flatten(), full.flatten(), dim=0) > 0.999
     assert not torch.equal(low, full)
 
 
-def run_steps(objective, steps, *, batch_size, first=0, dim=16):
-    features = []
-    for step in range(first, first + steps):
-        image, text = unit_features(batch_size, dim, seed=step)
-        features.append((image, text))
-        objective.compute(image, text, sample_ids=torch.arange(batch_size))
-        objective.commit()
-    return features
+def take_step(objective, *, seed, size=8):
+    """Take and commit one step; return the features that may fill W1 and W2: texts and images."""
+    image, text = unit_features(size, seed=seed)
+    objective.compute(image, text, sample_ids=torch.arange(size))
+    objective.commit()
+    return [text, image]
 
 
-def test_prototypes_are_added_from_distinct_features_until_all_are_live():
-    objective = build_objective({"name": "neuclip", "prototypes": 20, "inner_steps": 0}, context=context(8))
-    live = []
-    for step in range(4):
-        run_steps(objective, 1, batch_size=8, first=step)
-        live.append(int(objective.npn.live))
-    assert live == [8, 16, 20, 20]
-    for side in (0, 1):  # each side is filled with features of the other modality
-        features = [unit_features(8, seed=s)[1 - side] for s in range(3)]
-        assert torch.equal(objective.npn.network.lasting["weight"][side], torch.cat(features)[:20])
+# Settings beside `inner_steps` 0, the sizes of the batches, and per step which rows of which batch each prototype has.
+FILLS = {
+    "growth": ({"prototypes": 20}, [8, 8, 8, 8], [0] * 8 + [1] * 8 + [2] * 4),
+    "a smaller batch leaves no gap": ({"prototypes": 20, "restart_every": 0}, [5, 8], [0] * 5 + [1] * 8),
+    "a restart with fewer than m": ({"prototypes": 6, "restart_every": 1}, [6, 4], [1] * 4),
+    "few from previous batches": ({"prototypes": 5, "restart_every": 1, "restart_with": "previous"}, [8, 8], [0] * 5),
+    "growth from previous batches": (
+        {"prototypes": 20, "restart_every": 0, "restart_with": "previous"}, [8] * 3, [0] * 8 + [1] * 8),
+    "newest": ({"prototypes": 20, "restart_every": 3}, [8] * 4, [1] * 4 + [2] * 8 + [3] * 8),
+    "newest of previous": (
+        {"prototypes": 20, "restart_every": 3, "restart_with": "previous"}, [8] * 4, [0] * 4 + [1] * 8 + [2] * 8),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("restart_with", "newest"), [("current", [3, 2, 1]), ("previous", [2, 1, 0])])
-def test_restart_takes_the_newest_features(restart_with, newest):
-    settings = {"prototypes": 20, "inner_steps": 0, "restart_every": 3, "restart_with": restart_with}
-    objective = build_objective({"name": "neuclip", **settings}, context=context(8))
-    run_steps(objective, 4, batch_size=8)
+@pytest.mark.parametrize("name", FILLS)
+def test_which_features_are_prototypes(name):
+    """Distinct ones of the other modality."""
+    settings, sizes, batches = FILLS[name]
+    objective = build_objective({"name": "neuclip", "inner_steps": 0, **settings}, context=context(8))
+    features = [take_step(objective, seed=step, size=size) for step, size in enumerate(sizes)]
+    assert int(objective.npn.live) == len(batches)
     for side in (0, 1):
-        have = {tuple(row.tolist()) for row in objective.npn.network.lasting["weight"][side]}
-        seen = [{tuple(row.tolist()) for row in unit_features(8, seed=s)[1 - side]} for s in newest]
-        assert seen[0] | seen[1] <= have
-        assert len(have & seen[2]) == 4
+        weight = objective.npn.network.lasting["weight"][side, : len(batches)]
+        equal = [(weight[:, None] == batch[side][None]).all(2) for batch in features]
+        assert sorted(step for step, found in enumerate(equal) for _ in found.nonzero()) == batches
+        assert sum(int(found.any(0).sum()) for found in equal) == len(batches), "each feature once"
+        if not name.startswith("newest"):  # in the order of the samples
+            places = torch.cat([found.any(1).nonzero() for found in equal]).flatten()
+            assert places.tolist() == list(range(len(batches)))
 
 
 @pytest.mark.parametrize("prototypes", [4, 8, 20])
@@ -181,7 +181,7 @@ def test_small_m_takes_the_same_subset_for_both_sides_and_depends_on_the_seed():
         settings = {"name": "neuclip", "prototypes": 5, "inner_steps": 0, "restart_every": 1}
         objective = build_objective(settings, context=context(32, seed=seed))
         for step in (0, 1):
-            ((image, text),) = run_steps(objective, 1, batch_size=32, first=step)
+            text, image = take_step(objective, seed=step, size=32)
             weight = objective.npn.network.lasting["weight"]
             rows = [int((text == w).all(1).nonzero()) for w in weight[0]]
             assert torch.equal(weight[1], image[rows])
@@ -197,7 +197,7 @@ def test_a_restart_keeps_the_optimizers_memory_unless_configured():
             objective = build_objective({"name": "neuclip", "prototypes": 8, **settings}, context=context(8))
             counts, sums = [], []
             for step in range(5):
-                run_steps(objective, 1, batch_size=8, first=step)
+                take_step(objective, seed=step)
                 counts.append(int(objective.npn.network.updates))
                 sums.append(float(objective.npn.network.lasting[slot].sum()))
             assert counts == expected

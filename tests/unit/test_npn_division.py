@@ -9,7 +9,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
 from pipeline.objectives.npn.kernels import Division
-from pipeline.objectives.npn.prototype_network import update_mode
+from pipeline.objectives.npn.prototype_network import is_divided
 from tests.thread_world import on_ranks
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
@@ -97,18 +97,18 @@ def test_results_at_the_lowest_temperature_are_finite_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "mode"),
+    ("settings", "size", "divided"),
     [
-        ({}, 1, "replicated"),
-        ({}, 2, "prototypes"),
-        ({"npn_update": "replicated"}, 2, "replicated"),
-        ({"npn_update": "prototypes"}, 1, "replicated"),
-        ({"prototypes": 3}, 4, "replicated"),
-        ({"tau_min": 0.001}, 4, "replicated"),
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"npn_update": "replicated"}, 2, False),
+        ({"npn_update": "prototypes"}, 1, False),
+        ({"prototypes": 3}, 4, False),
+        ({"tau_min": 0.001}, 4, False),
     ],
 )
-def test_prototypes_are_divided_by_default_where_possible(settings, size, mode):
-    assert update_mode(parse_objective({**NEUCLIP, **settings}), World(size=size)) == mode
-    if mode == "replicated" and size == 4:  # not possible, which is an error if it is demanded
+def test_prototypes_are_divided_by_default_where_possible(settings, size, divided):
+    assert is_divided(parse_objective({**NEUCLIP, **settings}), World(size=size)) is divided
+    if not divided and size == 4:  # not possible, which is an error if it is demanded
         with pytest.raises(UserError, match="npn_update=replicated"):
-            update_mode(parse_objective({**NEUCLIP, **settings, "npn_update": "prototypes"}), World(size=4))
+            is_divided(parse_objective({**NEUCLIP, **settings, "npn_update": "prototypes"}), World(size=4))

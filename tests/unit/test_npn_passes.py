@@ -1,4 +1,4 @@
-"""Prototypes: the passes of an update, fused and compiled, which features fill them, and Algorithm 1 as a reference."""
+"""Prototypes: the passes of an update, fused and compiled, and Algorithm 1 as a reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.errors import UserError
@@ -77,53 +76,6 @@ def test_a_missing_compiler_gets_a_clear_error(monkeypatch):
     image, text = unit_features(8, 16, seed=0, dtype=torch.float64)
     with pytest.raises(UserError, match=r"no C\+\+ compiler here.*npn_compile=false"):
         objective.compute(image, text, sample_ids=torch.arange(8))
-
-
-def build(batch_size: int, **settings):
-    return build_objective({"name": "neuclip", "inner_steps": 0, **settings}, context=context(batch_size))
-
-
-def step(objective, seed: int, *, size: int) -> list[Tensor]:
-    """Take and commit one step; return the features that may fill W1 and W2: texts and images."""
-    image, text = unit_features(size, seed=seed)
-    objective.compute(image, text, sample_ids=torch.arange(size))
-    objective.commit()
-    return [text, image]
-
-
-def rows_in(weight: Tensor, features: Tensor) -> list[int]:
-    """Return the index in `features` of each row of `weight`, or -1 where it does not occur."""
-    equal = (weight[:, None] == features[None]).all(2)
-    return torch.where(equal.any(1), equal.int().argmax(1), -1).tolist()
-
-
-def test_few_prototypes_come_from_previous_batches_if_configured():
-    objective = build(8, prototypes=5, restart_every=1, restart_with="previous")
-    first, second = (step(objective, seed, size=8) for seed in (0, 1))
-    for side in (0, 1):
-        weight = objective.npn.network.lasting["weight"][side]
-        assert -1 not in rows_in(weight, first[side])
-        assert rows_in(weight, second[side]) == [-1] * 5
-
-
-def test_a_smaller_batch_leaves_no_gap_in_the_queue():
-    objective = build(8, prototypes=20, restart_every=0)
-    seen = [step(objective, 0, size=5), step(objective, 1, size=8)]
-    assert int(objective.npn.queue.written) == int(objective.npn.live) == 13
-    for side in (0, 1):
-        expected = torch.cat([features[side] for features in seen])
-        assert torch.equal(objective.npn.queue.features[side, :13], expected)
-        assert torch.equal(objective.npn.network.lasting["weight"][side, :13], expected)
-
-
-def test_a_restart_with_a_batch_smaller_than_m_starts_with_that_batch():
-    objective = build(8, prototypes=6, restart_every=1)
-    step(objective, 0, size=6)
-    assert int(objective.npn.live) == 6
-    features = step(objective, 1, size=4)
-    assert int(objective.npn.live) == 4
-    for side in (0, 1):
-        assert torch.equal(objective.npn.network.lasting["weight"][side, :4], features[side])
 
 
 BATCH = 8

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import amorlip, mlp
-from pipeline.objectives.npn.amorlip import slope, target_share_at
+from pipeline.objectives.npn.amorlip import slope
 from tests.unit.objectives_reference import assert_exact, context, relative_error, unit_features
 
 
@@ -23,7 +23,7 @@ def test_loss_and_gradients_equal_autograd_of_the_loss_as_written(batch_size, po
     weights = weights / weights.sum(1, keepdim=True)
     loss = -2 * (image * text).sum(1).mean() + objective.config.rho * tau
     for side, s in enumerate((image @ text.T, text @ image.T)):
-        log_lambda = mlp.forward(objective.networks.network.side(side, copy="average"), (image, text)[side]).detach()
+        log_lambda = mlp.forward(objective.network.side(side, copy="average"), (image, text)[side]).detach()
         loss = loss + tau * ((weights * torch.exp(s / tau)).sum(1) / log_lambda.exp()).mean()
     assert_exact(objective, output, loss, image, text, tau)
 
@@ -76,15 +76,8 @@ def test_an_update_follows_the_mean_divergence(divergence):
         parameters = {name: value.requires_grad_() for name, value in parameters.items()}
         loss = written_divergence(divergence, mlp.forward(parameters, (image, text)[side]), logits) / 8
         for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
-            moment = objective.networks.network.working[f"{name}.moment1"][side]
+            moment = objective.network.working[f"{name}.moment1"][side]
             assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
-
-
-def test_the_weight_of_the_previous_network_reaches_its_maximum_halfway():
-    shares = [target_share_at(epoch, highest=0.8, epochs=10) for epoch in range(10)]
-    assert shares[0] == 0
-    assert shares == sorted(shares)
-    assert shares[5:] == pytest.approx([0.8] * 5)
 
 
 def test_the_reported_normalizer_is_the_one_used_in_the_gradients(monkeypatch):
@@ -94,7 +87,7 @@ def test_the_reported_normalizer_is_the_one_used_in_the_gradients(monkeypatch):
     objective.compute(image, text, sample_ids=torch.arange(8))
     objective.commit()
     cold, _, tau = objective.log_normalizers(image, text, sample_ids=torch.arange(8))
-    log_lambda = objective.networks.predict((image, text))
+    log_lambda = objective.predict((image, text))
     logit = (image * text).sum(1) / tau[0]
     for side in (0, 1):  # lambda predicts E = exp(s_ii / tau) (g + kappa) / (1 + kappa), kappa = 3 / 7
         expected = torch.exp(log_lambda[side] - logit) * (1 + 3 / 7)

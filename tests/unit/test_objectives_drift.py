@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective, objective_names
-from pipeline.objectives.parts import fingerprint
+from pipeline.objectives.drift import fingerprint
 from tests.unit.objectives_reference import context, unit_features
 
 CPU = torch.device("cpu")

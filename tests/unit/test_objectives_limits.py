@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective, objective_names, pairwise
-from pipeline.objectives.sogclr import cosine_gamma, gamma_at
+from pipeline.objectives.sogclr import gamma_at
 from tests.unit.objectives_reference import context, normalizers, relative_error, unit_features
 
 
@@ -35,39 +35,12 @@ def test_row_blocks_do_not_change_the_result(name, monkeypatch):
         assert (whole.grad_text - blocks.grad_text).abs().max() < tolerance * scale
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_row_blocks_on_every_rank(rank, monkeypatch):
-    """In every block, the positives are on the diagonal that starts at the rank's first row."""
-    image, text = unit_features(16)
-    positive, tau = (image * text).sum(1), torch.full((16,), 0.07).double()
-    rows = slice(8 * rank, 8 * rank + 8)
-
-    def of(part):
-        facts = {"positive_b": positive[part], "tau_b": tau[part], "first": part.start}
-        statistics = pairwise.anchor_statistics(image[part], text, **facts)
-        slope, shift = 1 / tau, torch.linspace(-3, 1, 16).double() - positive / tau
-        pull = torch.linspace(0, 2, 16).double()
-        gradient = pairwise.softmax_gradient(
-            image[part], text, slope=(slope, slope), shift=(shift, shift), pull=pull, first=part.start
-        )
-        return *statistics, gradient
-
-    whole = of(slice(0, 16))
-    monkeypatch.setattr(pairwise, "CPU_BLOCK", 1)
-    monkeypatch.setattr(pairwise, "LEAST_ROWS", 3)
-    for found, expected in zip(of(rows), whole, strict=True):
-        assert torch.allclose(found, expected[rows], rtol=1e-12)
-
-
 def test_gamma_falls_from_one_to_its_minimum_by_default_over_half_of_the_epochs():
-    values = [cosine_gamma(epoch, gamma_min=0.2, decay_epochs=4) for epoch in range(6)]
-    assert values == pytest.approx(
-        [1.0, 0.8 * (2 + math.sqrt(2)) / 4 + 0.2, 0.6, 0.8 * (2 - math.sqrt(2)) / 4 + 0.2, 0.2, 0.2]
-    )
-    objective = build_objective("fastclip_v3", context=context(8, steps_per_epoch=10, total_steps=100))
-    at = {epoch: gamma_at(objective.config, objective.context, step=10 * epoch) for epoch in (0, 4, 5, 9)}
-    assert at[0] == 1.0
-    assert at[4] > at[5] == at[9] == pytest.approx(0.2)
+    for total_steps in (80, 89):  # a ninth epoch has begun
+        objective = build_objective("fastclip_v3", context=context(8, steps_per_epoch=10, total_steps=total_steps))
+        values = [gamma_at(objective.config, objective.context, step=step) for step in (0, 9, 10, 20, 30, 40, 79)]
+        first, third = (0.4 * (1 + sign * math.sqrt(0.5)) + 0.2 for sign in (1, -1))
+        assert values == pytest.approx([1.0, 1.0, first, 0.6, third, 0.2, 0.2])
 
 
 def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
@@ -86,35 +59,38 @@ def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
 @pytest.mark.parametrize("api", ["older", "newer", "all"])
 def test_tf32_in_the_caller_does_not_affect_the_loss(monkeypatch, api):
     """The older interface can be read inside, whichever of the two the caller used."""
-    seen, older, real, matmul = [], [], pairwise.anchor_statistics, torch.backends.cuda.matmul
+    seen, real, matmul, onednn = (
+        [],
+        pairwise.anchor_statistics,
+        torch.backends.cuda.matmul,
+        torch.backends.mkldnn.matmul,
+    )
 
     def watching(*args, **kwargs):
-        seen.append((matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
-        older.append((matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+        older = (matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
+        seen.append((matmul.fp32_precision, onednn.fp32_precision, *older))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(pairwise, "anchor_statistics", watching)
-    before = (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    before = (matmul.fp32_precision, onednn.fp32_precision)
     try:
         if api == "older":
             torch.set_float32_matmul_precision("high")
         elif api == "all":
             torch.backends.fp32_precision = "tf32"
         else:
-            matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = "tf32", "bf16"
-        given = (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+            matmul.fp32_precision, onednn.fp32_precision = "tf32", "bf16"
+        given = (matmul.fp32_precision, onednn.fp32_precision)
         gradients("neuclip")
-        assert (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision) == given
+        assert (matmul.fp32_precision, onednn.fp32_precision) == given
         assert torch.backends.cudnn.allow_tf32  # torch's default, and its own again
-        if api == "older":
-            assert torch.get_float32_matmul_precision() == "high"
+        assert api != "older" or torch.get_float32_matmul_precision() == "high"
     finally:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
-        matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before
+        matmul.fp32_precision, onednn.fp32_precision = before
     assert "tf32" in given
-    assert older == [(False, False, "highest")] * 2
-    assert seen == [("ieee", "ieee")] * 2
+    assert seen == [("ieee", "ieee", False, False, "highest")] * 2
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip", "neuclip_literal"])

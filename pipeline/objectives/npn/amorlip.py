@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ from pipeline.config import section
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
-from pipeline.objectives.parts import Adam, Pair, StatefulPart
-from pipeline.objectives.registry import ObjectiveContext, register
+from pipeline.objectives.registry import ObjectiveContext, Pair, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
+from pipeline.objectives.temperature import Adam, LearnedTemperature, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
 # As published with AmorLIP's code.
@@ -59,12 +58,6 @@ class AmorLipConfig(TemperatureConfig):
     """Upper bound of E[exp(s / tau)] / lambda; 0 = only the bound exp(30) that keeps fp32 finite."""
 
 
-def target_share_at(epoch: int, *, highest: float, epochs: int) -> float:
-    """Share of the previous epoch's network in the target: 0 in the first epoch, `highest` from the middle one on."""
-    half = max(1, epochs // 2)
-    return highest * 0.5 * (1 - math.cos(math.pi * min(epoch, half) / half))
-
-
 def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Tensor:
     """Derivative of each anchor's divergence by log lambda, [B]; 0 where lambda equals the target T.
 
@@ -83,94 +76,27 @@ def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Ten
     return -0.5 * ratio * (math.log(2) + F.logsigmoid(-difference))
 
 
-class PartitionNetworks(StatefulPart):
-    """Per side a trained MLP, its moving average (in use) and the previous epoch's average; stacked as [2, ...].
-
-    Ours: at the start of an epoch the new network's last bias is the batch's mean target, so that its first predictions
-    have the right level, and the moving average starts from there.
-    """
-
-    def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
-        self.config, self.context = config, context
-        self.epochs = context.epochs(needed_by="objective.name = 'amorlip'")
-        self.network = ReplicatedNetwork(
-            mlp.initial_parameters(context), Adam(config.npn_lr), copies=("average", "previous")
-        )
-
-    def advance(self, batch: AnchorBatch, log_means: Tensor) -> Tensor:
-        """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [2, B]; pending.
-
-        `log_means` are the logarithms of the batch's means of exp(s / tau), [2, B].
-        """
-        config, network = self.config, self.network
-        network.begin()
-        epoch, within = divmod(batch.step, self.context.steps_per_epoch)
-        if within == 0:
-            self._restart(epoch, log_means)
-        share = target_share_at(epoch, highest=TARGET_SHARE, epochs=self.epochs)
-        for side in (0, 1):
-            features, target = batch.features[side], log_means[side]
-            if share > 0:
-                before = mlp.forward(network.side(side, copy="previous"), features)
-                target = torch.logaddexp(target + math.log1p(-share), before + math.log(share))
-            predict = functools.partial(mlp.forward, features=features)
-            pull = functools.partial(_mean_slope, config.divergence, log_target=target)
-            for inner in range(config.inner_steps):
-                gradients, _ = network.gradients(side, predict, pull)
-                network.step(side, gradients, number=network.next_updates + inner + 1)
-        network.next_updates += config.inner_steps
-        if batch.step % EMA_EVERY == 0:
-            for side in (0, 1):
-                for name, average in network.side(side, copy="average").items():
-                    average.lerp_(network.side(side)[name], 1 - EMA_DECAY)
-        return self.predict(batch.features, lasting=False)
-
-    def predict(self, features: Pair, *, lasting: bool = True) -> Tensor:
-        """log lambda of each anchor from the averages, lasting or pending, [2, B]."""
-        averages = (self.network.side(side, copy="average", lasting=lasting) for side in (0, 1))
-        return torch.stack([mlp.forward(average, own) for average, own in zip(averages, features, strict=True)])
-
-    def commit(self, update: Any) -> None:
-        self.network.commit()
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return self.network.state()
-
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"npn_lr": self.config.npn_lr}
-
-    def _restart(self, epoch: int, log_means: Tensor) -> None:
-        fresh = mlp.initial_parameters(self.context, restart=epoch)
-        fresh["head.bias"] = log_means.mean(1, keepdim=True)
-        for side in (0, 1):
-            average, previous = (self.network.side(side, copy=copy) for copy in ("average", "previous"))
-            for name, parameter in self.network.side(side).items():
-                previous[name].copy_(average[name])
-                parameter.copy_(fresh[name][side])
-                average[name].copy_(fresh[name][side])
-        self.network.clear_slots()
-
-
-def _mean_slope(divergence: Divergence, log_lambda: Tensor, *, log_target: Tensor) -> Tensor:
-    """Derivative of the batch's mean divergence (the separate objective of NeuCLIP, section 5.2)."""
-    return slope(divergence, log_lambda, log_target) / log_target.shape[0]
-
-
 @register("amorlip", AmorLipConfig)
 class AmorLip(SoftmaxObjective):
     """L = tau mean_i [ -2 s_ii / tau + E1_i / lambda1_i + E2_i / lambda2_i ] + rho tau, lambda constant.
 
-    E_i is the batch's mean of exp(s_ij / tau) in which the own pair weighs `POSITIVE_WEIGHT` and all others 1.
+    E_i is the batch's mean of exp(s_ij / tau) in which the own pair weighs `POSITIVE_WEIGHT` and all others 1. Per side
+    there are a trained MLP, its moving average (in use) and the previous epoch's average, stacked as [2, ...]. Ours: at
+    the start of an epoch the new network's last bias is the batch's mean target, so that its first predictions have the
+    right level, and the moving average starts from there.
+
     Metrics: normalizer_gap: mean |log lambda - log E| over both sides; ratio_max: largest q = E / lambda after the cap.
     """
 
     temperature: LearnedTemperature
-
     config: AmorLipConfig
 
     def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
-        self.networks = PartitionNetworks(config, context)
-        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.networks)
+        self.epochs = context.epochs(needed_by="objective.name = 'amorlip'")
+        self.network = ReplicatedNetwork(
+            mlp.initial_parameters(context), Adam(config.npn_lr), copies=("average", "previous")
+        )
+        super().__init__(config, context, temperature=LearnedTemperature(config, context), parts=(self.network,))
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
@@ -179,7 +105,7 @@ class AmorLip(SoftmaxObjective):
         kappa = logit.new_full((), weight / others)  # E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa)
         log_means = logit + torch.logaddexp(batch.log_g, kappa.log()) - torch.log1p(kappa)
         with self.world.phase("npn"):
-            predicted = self.networks.advance(batch, log_means)
+            predicted = self._advance(batch, log_means)
         bound = math.log(config.ratio_cap) if config.ratio_cap else MAX_LOG_RATIO
         log_lambda = torch.maximum(predicted, log_means - bound)
         ratio = torch.exp(log_means - log_lambda)
@@ -193,7 +119,60 @@ class AmorLip(SoftmaxObjective):
             metrics={"tau": tau, "normalizer_gap": (predicted - log_means).abs().mean(), "ratio_max": ratio.max()},
         )
 
+    def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
+        super().update_state(pending, lr_scale=lr_scale)
+        self.network.commit()
+
     def cold_normalizers(self, batch: AnchorBatch) -> Tensor:
         # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(POSITIVE_WEIGHT / (batch.size - 1))
-        return self.networks.predict(batch.features) - own
+        return self.predict(batch.features) - own
+
+    def predict(self, features: Pair, *, lasting: bool = True) -> Tensor:
+        """log lambda of each anchor from the averages, lasting or pending, [2, B]."""
+        averages = (self.network.side(side, copy="average", lasting=lasting) for side in (0, 1))
+        return torch.stack([mlp.forward(average, own) for average, own in zip(averages, features, strict=True)])
+
+    def _advance(self, batch: AnchorBatch, log_means: Tensor) -> Tensor:
+        """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [2, B]; pending.
+
+        `log_means` are log E, [2, B]. The derivative of the batch's mean divergence is that of the separate objective
+        of NeuCLIP, section 5.2.
+        """
+        config, network = self.config, self.network
+        network.begin()
+        epoch, within = divmod(batch.step, self.context.steps_per_epoch)
+        if within == 0:
+            self._restart(epoch, log_means)
+        half = max(1, self.epochs // 2)
+        share = TARGET_SHARE * 0.5 * (1 - math.cos(math.pi * min(epoch, half) / half))
+        for side in (0, 1):
+            features, target = batch.features[side], log_means[side]
+            if share > 0:
+                before = mlp.forward(network.side(side, copy="previous"), features)
+                target = torch.logaddexp(target + math.log1p(-share), before + math.log(share))
+            predict = functools.partial(mlp.forward, features=features)
+
+            def pull(log_lambda: Tensor, target: Tensor = target) -> Tensor:
+                return slope(config.divergence, log_lambda, target) / batch.size
+
+            for inner in range(config.inner_steps):
+                gradients, _ = network.gradients(side, predict, pull)
+                network.step(side, gradients, number=network.next_updates + inner + 1)
+        network.next_updates += config.inner_steps
+        if batch.step % EMA_EVERY == 0:
+            for side in (0, 1):
+                for name, average in network.side(side, copy="average").items():
+                    average.lerp_(network.side(side)[name], 1 - EMA_DECAY)
+        return self.predict(batch.features, lasting=False)
+
+    def _restart(self, epoch: int, log_means: Tensor) -> None:
+        fresh = mlp.initial_parameters(self.context, restart=epoch)
+        fresh["head.bias"] = log_means.mean(1, keepdim=True)
+        for side in (0, 1):
+            average, previous = (self.network.side(side, copy=copy) for copy in ("average", "previous"))
+            for name, parameter in self.network.side(side).items():
+                previous[name].copy_(average[name])
+                parameter.copy_(fresh[name][side])
+                average[name].copy_(fresh[name][side])
+        self.network.clear_slots()

@@ -16,21 +16,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError, in_a_line
 from pipeline.objectives.pairwise import Workspace
-from pipeline.objectives.parts import AdaGrad, InnerOptimizer
+from pipeline.objectives.temperature import Adam, Rate
 
 LEAST_TAU = 0.002
 """Temperature down to which float64 holds exp(1 / tau), which is summed over the ranks."""
 _CPU_PIECE = 2**18
 """Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""
+
+
+@dataclass(frozen=True)
+class AdaGrad:
+    """torch.optim.Adagrad without decay; on a CPU in its fused form, one pass over memory."""
+
+    lr: float
+    eps: float = 1e-10
+    slots: ClassVar[tuple[str, ...]] = ("accumulator",)
+
+    def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
+        adagrad(
+            [parameter],
+            [gradient],
+            [slots["accumulator"]],
+            [torch.zeros(())],  # the step counter, which only matters to learning-rate decay
+            fused=parameter.device.type == "cpu",
+            lr=self.lr,
+            weight_decay=0.0,
+            lr_decay=0.0,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+InnerOptimizer = AdaGrad | Adam
 
 
 @dataclass(frozen=True)
@@ -46,24 +73,11 @@ class Prototypes:
     norms: Tensor
     tau: Tensor
 
-
-@dataclass(frozen=True)
-class UnitGradient:
-    """The gradient G = dL/dU."""
-
-    product: Tensor
-    """[m, d]; bf16 if one bf16 matrix product computed it, else in the precision of W. May be a workspace's buffer,
-    which the next gradient overwrites."""
-    at: Prototypes
-
-    def clone(self) -> UnitGradient:
-        return UnitGradient(self.product.clone(), replace(self.at, norms=self.at.norms.clone()))
-
-    def tangent(self, rows: slice) -> Tensor:
-        """dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j| of these rows: the backward of W / |W|."""
-        weight, norms = self.at.weight[rows], self.at.norms[rows]
+    def tangent(self, product: Tensor, rows: slice) -> Tensor:
+        """dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j| of these rows from G = dL/dU, [m, d]: the backward of W / |W|."""
+        weight, norms = self.weight[rows], self.norms[rows]
         backward = torch.ops.aten._weight_norm_interface_backward
-        result: Tensor = backward(self.product[rows].to(weight.dtype), weight, torch.ones_like(norms), norms, 0)[0]
+        result: Tensor = backward(product[rows].to(weight.dtype), weight, torch.ones_like(norms), norms, 0)[0]
         return result
 
 
@@ -156,14 +170,13 @@ class Passes:
         return shift, total
 
     def descend(
-        self, gradient: UnitGradient, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
+        self, product: Tensor, at: Prototypes, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
     ) -> Prototypes:
-        """The prototypes after the optimizer's step `number`, which may have been taken in place."""
-        before = gradient.at
-        for rows in pieces(before.weight):
+        """The prototypes after the optimizer's step `number`, which may have been taken in place, from dL/dU."""
+        for rows in pieces(at.weight):
             parts = {name: slot[rows] for name, slot in slots.items()}
-            optimizer.step(before.weight[rows], gradient.tangent(rows), parts, updates=number)
-        return self.prepare(before.weight, before.tau, dtype=before.directions.dtype)
+            optimizer.step(at.weight[rows], at.tangent(product, rows), parts, updates=number)
+        return self.prepare(at.weight, at.tau, dtype=at.directions.dtype)
 
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
         """formula(*arguments), for formulas on [R] and [R, d]."""
@@ -187,17 +200,13 @@ class CompiledPasses(Passes):
         return shift, total
 
     def descend(
-        self, gradient: UnitGradient, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
+        self, product: Tensor, at: Prototypes, slots: Mapping[str, Tensor], *, optimizer: InnerOptimizer, number: int
     ) -> Prototypes:
         if not isinstance(optimizer, AdaGrad):
-            return super().descend(gradient, slots, optimizer=optimizer, number=number)
-        before, memory = gradient.at, slots["accumulator"]
-        low = self._low(before.weight, before.directions.dtype)
-        inverse = before.norms.reciprocal()
-        weight_md, squares = self.run(
-            _adagrad, before.weight, gradient.product, inverse, memory, low, optimizer.lr, optimizer.eps
-        )
-        return _unscaled(weight_md, low, squares, before.tau)
+            return super().descend(product, at, slots, optimizer=optimizer, number=number)
+        low, inverse, memory = self._low(at.weight, at.directions.dtype), at.norms.reciprocal(), slots["accumulator"]
+        weight_md, squares = self.run(_adagrad, at.weight, product, inverse, memory, low, optimizer.lr, optimizer.eps)
+        return _unscaled(weight_md, low, squares, at.tau)
 
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
         return _compiled(formula, *arguments)

@@ -18,11 +18,8 @@ from torch import Tensor
 from pipeline.distributed.devices import to_device
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
-
-Parameters = Mapping[str, Tensor]
 
 
 def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[str, Tensor]:
@@ -49,7 +46,7 @@ def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[s
     return {name: to_device(value.to(context.dtype), context.device) for name, value in parameters.items()}
 
 
-def forward(parameters: Parameters, features: Tensor) -> Tensor:
+def forward(parameters: Mapping[str, Tensor], features: Tensor) -> Tensor:
     """f of each of the features [B, d], with one side's parameters: [B]."""
     hidden = features
     for layer in ("1", "2"):
@@ -60,7 +57,7 @@ def forward(parameters: Parameters, features: Tensor) -> Tensor:
     return F.linear(hidden, parameters["head.weight"], parameters["head.bias"]).squeeze(-1)
 
 
-def alpha(parameters: Parameters, anchors: Anchors) -> Tensor:
+def alpha(parameters: Mapping[str, Tensor], anchors: Anchors) -> Tensor:
     """log(eps + exp(f(e_i) - s_ii / tau)), [B]."""
     log_mean = forward(parameters, anchors.features) - anchors.positive / anchors.tau
     return torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))

@@ -17,31 +17,26 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.objectives.npn.kernels import AdaGrad, InnerOptimizer
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, Pair, StatefulPart
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
-from pipeline.objectives.temperature import TemperatureConfig
+from pipeline.objectives.temperature import Adam, TemperatureConfig
 from pipeline.registries import Registry
 
 
-class ReplicatedNetwork:
+class ReplicatedNetwork(StatefulPart):
     """Parameters of both sides with their optimizer's slots, and a working copy of all of them.
 
     `begin` copies the lasting values to the working copy, which the updates of a step change; `commit` swaps the two.
     So a skipped step leaves no trace. Everything is stacked as [2, ...], image anchors first. `copies` names further
-    copies of the parameters, zero at first (moving averages, say); `slot_name` names a slot or copy in the state.
+    copies of the parameters, zero at first (moving averages, say).
     """
 
     def __init__(
-        self,
-        parameters: dict[str, Tensor],
-        optimizer: InnerOptimizer,
-        *,
-        copies: tuple[str, ...] = (),
-        slot_name: str = "{parameter}.{slot}",
+        self, parameters: dict[str, Tensor], optimizer: InnerOptimizer, *, copies: tuple[str, ...] = ()
     ) -> None:
-        self.names, self.optimizer, self._slot_name = tuple(parameters), optimizer, slot_name
+        self.names, self.optimizer = tuple(parameters), optimizer
         self.lasting = parameters | {
             self._key(name, slot): torch.zeros_like(parameters[name])
             for slot in (*optimizer.slots, *copies)
@@ -49,8 +44,7 @@ class ReplicatedNetwork:
         }
         self.working = {name: torch.empty_like(tensor) for name, tensor in self.lasting.items()}
         # On the host: updates that the optimizer remembers.
-        self.updates = torch.zeros((), dtype=torch.int64)
-        self.next_updates = 0
+        self.updates, self.next_updates = torch.zeros((), dtype=torch.int64), 0
 
     def begin(self) -> None:
         self.next_updates = int(self.updates)
@@ -67,10 +61,10 @@ class ReplicatedNetwork:
         return {name: tensors[self._key(name, copy) if copy else name][side] for name in self.names}
 
     def slots(self, side: int, name: str) -> dict[str, Tensor]:
+        """What the optimizer remembers of one side's parameter, in the working copy."""
         return {slot: self.working[self._key(name, slot)][side] for slot in self.optimizer.slots}
 
     def clear_slots(self) -> None:
-        """Forget all that the optimizer remembers."""
         self.next_updates = 0
         for slot in self.optimizer.slots:
             for name in self.names:
@@ -87,16 +81,19 @@ class ReplicatedNetwork:
         return list(torch.autograd.grad(prediction, list(parameters.values()), slope(value))), value
 
     def step(self, side: int, gradients: list[Tensor], *, number: int) -> None:
-        """Update one side's parameters; `number` counts the optimizer's updates from 1."""
+        """The optimizer's update `number`, counted from 1, of one side."""
         for (name, parameter), gradient in zip(self.side(side).items(), gradients, strict=True):
             self.optimizer.step(parameter, gradient, self.slots(side, name), updates=number)
 
-    def state(self) -> dict[str, Tensor]:
-        """The lasting tensors themselves, by their names in a checkpoint."""
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"npn_lr": float(self.optimizer.lr)}
+
+    def replicated_state(self) -> dict[str, Tensor]:
         return {f"npn.{name}": tensor for name, tensor in (self.lasting | {"updates": self.updates}).items()}
 
     def _key(self, name: str, slot: str) -> str:
-        return self._slot_name.format(parameter=name, slot=slot)
+        """The name of a slot or copy in the state; that of a lone parameter needs no name of the parameter."""
+        return slot if len(self.names) == 1 else f"{name}.{slot}"
 
 
 BothSides = tuple[Anchors, Anchors]
@@ -173,23 +170,23 @@ class Npn(StatefulPart):
 
     A variant is one file with a class that `@register_npn("name")` makes selectable as `objective.npn=name`: in this
     folder, or in an installed package with an entry point of the group `neuclip.npn`. `parameters` are the initial
-    ones of both sides, [2, ...] each; `slot_name` is that of `ReplicatedNetwork`.
+    ones of both sides, [2, ...] each.
     """
+
+    needs_ids = False
+    """Whether it uses the ids of anchors."""
 
     is_mean: ClassVar[bool] = False
     """Whether predictions are means over samples, as many as `Prediction.prototypes` says; `neuclip_plus` needs it."""
 
-    def __init__(
-        self,
-        config: NpnConfig,
-        context: ObjectiveContext,
-        parameters: dict[str, Tensor],
-        *,
-        slot_name: str = "{parameter}.{slot}",
-    ) -> None:
+    def __init__(self, config: NpnConfig, context: ObjectiveContext, parameters: dict[str, Tensor]) -> None:
         self.config, self.context = config, context
         optimizer = AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
-        self.network = ReplicatedNetwork(parameters, optimizer, slot_name=slot_name)
+        self.network = ReplicatedNetwork(parameters, optimizer)
+
+    @classmethod
+    def check(cls, config: NpnConfig) -> None:
+        """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
 
     @abstractmethod
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
@@ -207,19 +204,15 @@ class Npn(StatefulPart):
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d alpha / d (own feature [b, d], partner's feature [b, d], tau [b]) of the prediction in use."""
 
-    @classmethod
-    def check(cls, config: NpnConfig) -> None:
-        """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
-
     def metrics(self) -> dict[str, Tensor]:
         """Scalars for the log, after `advance`."""
         return {}
 
     def replicated_state(self) -> dict[str, Tensor]:
-        return self.network.state()
+        return self.network.replicated_state()
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"npn_lr": self.config.npn_lr}
+        return self.network.learning_rates(lr_scale=lr_scale)
 
 
 def anchors_of(batch: AnchorBatch, config: NpnConfig, *, tau: Tensor) -> BothSides:

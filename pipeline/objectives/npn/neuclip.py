@@ -17,8 +17,7 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.npn.network import NPNS, BothSides, Npn, NpnConfig, Prediction, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext, register
+from pipeline.objectives.registry import ObjectiveContext, Pair, register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, warn_of_large_rho
 
@@ -79,7 +78,8 @@ class NeuClip(SoftmaxObjective):
         variant: Any = NPNS[config.npn]  # takes two arguments, unlike `Npn` itself
         self.npn: Npn = variant(config, context)
         tau = LearnedTemperature(config, context)
-        super().__init__(config, context, temperature=tau, estimator=self.npn, eps=config.eps)
+        super().__init__(config, context, temperature=tau, parts=(self.npn,), eps=config.eps)
+        self.needs_ids = self.npn.needs_ids
         self._log_cap = min(math.log(config.ratio_cap), MAX_LOG_RATIO) if config.ratio_cap else MAX_LOG_RATIO
         warn_of_large_rho(config.rho, config, context)
 
@@ -112,6 +112,10 @@ class NeuClip(SoftmaxObjective):
             },
             update=batch,
         )
+
+    def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
+        super().update_state(pending, lr_scale=lr_scale)
+        self.npn.commit(pending.update)
 
     def chosen_normalizers(self, prediction: Prediction, targets: Tensor) -> Tensor:
         """The log-normalizers that weigh the batch's anchors, [2, B]; targets: the batch's own log(eps + g), [2, B]."""

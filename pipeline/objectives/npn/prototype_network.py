@@ -7,6 +7,7 @@ the anchors' sums, B scalars per update.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
@@ -26,15 +27,13 @@ from pipeline.objectives.npn.kernels import (
     Division,
     Passes,
     Prototypes,
-    UnitGradient,
     why_not_compiled,
 )
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.npn.queue import FeatureQueue
 from pipeline.objectives.pairwise import Workspace
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 log = logging.getLogger(__name__)
@@ -56,22 +55,25 @@ class PrototypeNpn(Npn):
 
     def __init__(self, config: NpnConfig, context: ObjectiveContext) -> None:
         m, dim, world = config.prototypes, context.dim, context.world
-        update = update_mode(config, world)
-        self.divided = update == "prototypes"
+        self.divided = is_divided(config, world)
         self._ranks = world if self.divided else World()
         self.compiled = is_compiled(config, context)
         rows = -(-m // self._ranks.size)
         weight = torch.zeros((2, rows, dim), dtype=context.dtype, device=context.device)
-        super().__init__(config, context, {"weight": weight}, slot_name="{slot}")
+        super().__init__(config, context, {"weight": weight})
         self.queue = FeatureQueue(m if m > context.batch_size or config.restart_with == "previous" else 0, context)
-        # On the host: prototypes in use.
-        self.live = torch.zeros((), dtype=torch.int64)
+        self.live, self._next_live = torch.zeros((), dtype=torch.int64), 0  # on the host: prototypes in use
         self.workspace = Workspace()
-        self._next_live = 0
         self._passes = Passes(self.workspace)
-        self._held_back: list[UnitGradient] = []
-        if world.is_main:
-            _warn_of_stalling(config, dim)
+        self._held_back: list[tuple[Tensor, Prototypes]] = []
+        # AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall.
+        turn = config.npn_lr * math.sqrt(dim)
+        if world.is_main and config.npn_optimizer == "adagrad" and config.inner_steps > 0 and turn > 0.5:
+            warnings.warn(
+                f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in "
+                "a first AdaGrad step: training can stall. The default of 0.01 does not.",
+                stacklevel=4,
+            )
 
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self.network.begin()
@@ -121,20 +123,19 @@ class PrototypeNpn(Npn):
         return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
     def commit(self, update: AnchorBatch) -> None:
-        for side, gradient in enumerate(self._held_back):
-            after = self._updated(side, gradient, number=self.network.next_updates)
-            gradient.at.weight.copy_(after.weight)  # nothing to do if it was updated in place
+        for side, (gradient, at) in enumerate(self._held_back):
+            after = self._updated(side, gradient, at, number=self.network.next_updates)
+            at.weight.copy_(after.weight)  # nothing to do if it was updated in place
         self._held_back = []
         self.network.commit()
         self.live.fill_(self._next_live)
         self.queue.add(update)
 
     def replicated_state(self) -> dict[str, Tensor]:
-        network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
-        return network | {"npn.live": self.live} | self.queue.state()
+        state = self.network.replicated_state() | {"npn.live": self.live} | self.queue.state()
+        return {name: tensor for name, tensor in state.items() if name not in self.own_state()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """This rank's share of the tensors that are divided among the ranks."""
         return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
 
     def gathered_state(self) -> dict[str, Tensor]:
@@ -163,16 +164,16 @@ class PrototypeNpn(Npn):
             gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, passes=self._passes)
             first = alpha if first is None else first
             if self.config.npn_schedule == "simultaneous":
-                self._held_back.append(gradient.clone())
+                self._held_back.append((gradient.clone(), replace(at, norms=at.norms.clone())))
             else:
-                at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
+                at = self._updated(side, gradient, at, number=self.network.next_updates + inner + 1)
         weight.copy_(at.weight)  # nothing to do if it was updated in place
         return at, first
 
-    def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
+    def _updated(self, side: int, gradient: Tensor, at: Prototypes, *, number: int) -> Prototypes:
         """The prototypes after the optimizer's update `number`."""
-        slots = {name: slot[: len(gradient.at.weight)] for name, slot in self.network.slots(side, "weight").items()}
-        return self._passes.descend(gradient, slots, optimizer=self.network.optimizer, number=number)
+        slots = {name: slot[: len(at.weight)] for name, slot in self.network.slots(side, "weight").items()}
+        return self._passes.descend(gradient, at, slots, optimizer=self.network.optimizer, number=number)
 
     def _fill(self, batch: AnchorBatch) -> int:
         """Write features to the working prototypes where a restart or growth is due; returns how many are live.
@@ -186,47 +187,32 @@ class PrototypeNpn(Npn):
         first = 0 if restart else live
         if self.config.restart_with == "previous" and queue.filled:
             ready = max(first, queue.filled)
-            self._write(first, (queue.features[0, first:ready], queue.features[1, first:ready]))
+            self._write(first, queue.features[:, first:ready])
             return ready
         partners = (batch.features[1], batch.features[0])
         if restart and m <= batch.size:
-            chosen = self._subset(batch)
+            chosen: Tensor | slice = slice(None)
+            if m < batch.size:  # drawn with the seed of this step
+                generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
+                drawn = torch.randperm(batch.size, generator=generator)[:m]
+                chosen = to_device(drawn, self.context.device)
             self._write(0, (partners[0][chosen], partners[1][chosen]))
             return m
         if restart and queue.features.shape[1]:
-            self._write(0, (queue.features[0], queue.features[1]))
-            for start, rows in queue.places(batch):
-                self._write(start, (partners[0][rows], partners[1][rows]))
-            return min(m, int(queue.written) + batch.size)
+            newest = copy.deepcopy(queue)
+            newest.add(batch)
+            self._write(0, newest.features)
+            return newest.filled
         added = min(m - first, batch.size)  # growth, or a first batch smaller than the run's
         self._write(first, (partners[0][:added], partners[1][:added]))
         return first + added
 
-    def _write(self, start: int, features: Pair) -> None:
+    def _write(self, start: int, features: Pair | Tensor) -> None:
         """Overwrite the working prototypes `start`, `start + 1`, ... of both sides; each rank takes its own share."""
         for side in (0, 1):
             rows, mine = Division(self._ranks, self.config.prototypes).own(start, features[side])
             none = (mine == 0).all(dim=1, keepdim=True)  # a feature of zeros has no direction: any, instead of NaN
             self.network.working["weight"][side, rows] = mine.masked_fill(none, mine.shape[1] ** -0.5)
-
-    def _subset(self, batch: AnchorBatch) -> Tensor | slice:
-        """Indices of m samples of the batch, drawn with the seed of this step."""
-        if self.config.prototypes == batch.size:
-            return slice(None)
-        generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
-        chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
-        return to_device(chosen, self.context.device)
-
-
-def _warn_of_stalling(config: NpnConfig, dim: int) -> None:
-    """AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall."""
-    turn = config.npn_lr * math.sqrt(dim)
-    if config.npn_optimizer == "adagrad" and config.inner_steps > 0 and turn > 0.5:
-        warnings.warn(
-            f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in a "
-            "first AdaGrad step: training can stall. The default of 0.01 does not.",
-            stacklevel=5,
-        )
 
 
 def is_compiled(config: NpnConfig, context: ObjectiveContext) -> bool:
@@ -241,21 +227,17 @@ def is_compiled(config: NpnConfig, context: ObjectiveContext) -> bool:
     return not reason
 
 
-def update_mode(config: NpnConfig, world: World) -> str:
-    """How the ranks compute an update: `prototypes` or `replicated`.
+def is_divided(config: NpnConfig, world: World) -> bool:
+    """Whether each rank has a share of the prototypes.
 
     Raises:
         UserError: `npn_update` is `prototypes`, and the prototypes cannot be divided among these ranks.
     """
-    if world.size == 1:
-        return "replicated"
     possible = config.prototypes >= world.size and config.tau_min >= LEAST_TAU
-    if config.npn_update == "auto":
-        return "prototypes" if possible else "replicated"
-    if config.npn_update == "prototypes" and not possible:
+    if config.npn_update == "prototypes" and world.size > 1 and not possible:
         raise UserError(
             f"objective.npn_update = prototypes needs at least one prototype per rank (objective.prototypes = "
             f"{config.prototypes}, {world.size} ranks) and objective.tau_min >= {LEAST_TAU} (given {config.tau_min}): "
             "use objective.npn_update=replicated."
         )
-    return str(config.npn_update)
+    return world.size > 1 and possible and config.npn_update != "replicated"

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.objectives.npn.kernels import Passes, Prototypes, UnitGradient
+from pipeline.objectives.npn.kernels import Passes, Prototypes
 from pipeline.objectives.pairwise import Workspace
 
 MAX_LOG_RATIO = 30.0
@@ -78,40 +78,37 @@ def log_normalizer(anchors: Anchors, at: Prototypes, *, passes: Passes) -> Tenso
 
 def unit_gradient(
     anchors: Anchors, at: Prototypes, *, objective: NpnObjective, passes: Passes
-) -> tuple[UnitGradient, Tensor]:
-    """G = dL/dU, [m, d], whose `tangent` is dL/dW, and alpha at these prototypes, [B].
+) -> tuple[Tensor, Tensor]:
+    """G = dL/dU, [m, d], of which `at.tangent` makes dL/dW, and alpha at these prototypes, [B].
+
+    G is bf16 if one bf16 matrix product computed it, else in the precision of W. It may be a workspace's buffer, which
+    the next gradient overwrites.
 
     unified: L of equation (12), dL/d alpha_i = tau r_i / B, r_i = 1 - (eps + g_i) / exp(alpha_i).
     separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2; r_i = (alpha_i - log(eps + g_i)) / tau.
-    Both: P_ij = r_i exp(z_ij - log m - alpha_i) / B, z_ij = (cos(e_i, W_j) - s_ii) / tau, G_j = sum_i P_ij e_i, and
-    dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|.
+    Both: P_ij = r_i exp(z_ij - log m - alpha_i) / B, z_ij = (cos(e_i, W_j) - s_ii) / tau, G_j = sum_i P_ij e_i.
     """
-    total, alphas = None, []
+    total, alphas, shape, space = None, [], tuple(at.weight.shape), passes.space
     for part, z in _products(anchors, at, passes):
-        whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
         log_sum = passes.all_ranks(shift, sums)
         pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, passes.live(at), objective, len(anchors))
-        total = _add_product(total, powers, pull, at, passes.space, whole=whole)
         alphas.append(alpha)
+        if pull.dtype != at.weight.dtype:
+            product = _matmul_low(powers.T, pull, "low_gradient", space)
+            if part is anchors:  # one block and no sum
+                total = product
+            elif total is None:  # sums over blocks are in the precision of W
+                total = space.take("gradient", shape, like=at.weight).copy_(product)
+            else:
+                total.add_(product)
+        elif total is None:
+            total = torch.mm(powers.T, pull, out=space.take("gradient", shape, like=at.weight))
+        else:
+            total.addmm_(powers.T, pull)
     assert total is not None  # there are anchors
-    return UnitGradient(total, at), torch.cat(alphas)
-
-
-def _add_product(
-    total: Tensor | None, powers: Tensor, pull: Tensor, at: Prototypes, space: Workspace, *, whole: bool
-) -> Tensor:
-    """total + p^T pull, [m, d], summed over blocks in the precision of W; `whole`: there is one block and no sum."""
-    shape = tuple(at.weight.shape)
-    if pull.dtype == at.weight.dtype:
-        if total is None:
-            return torch.mm(powers.T, pull, out=space.take("gradient", shape, like=at.weight))
-        return total.addmm_(powers.T, pull)
-    product = _matmul_low(powers.T, pull, "low_gradient", space)
-    if whole:
-        return product
-    return space.take("gradient", shape, like=at.weight).copy_(product) if total is None else total.add_(product)
+    return total, torch.cat(alphas)
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,14 +10,11 @@ from torch import Tensor
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import Anchors, mean_slopes, normalizer_of_mean
 from pipeline.objectives.pairwise import Workspace, row_blocks
-from pipeline.objectives.parts import Pair
-from pipeline.objectives.registry import ObjectiveContext
+from pipeline.objectives.registry import ObjectiveContext, Pair
 from pipeline.objectives.softmax import AnchorBatch
 
 _EXCLUDED = -1e30
 """The exponent of an anchor's own sample: its exponential is 0, also where all exponents of a row are excluded."""
-
-
 NO_SAMPLE = -(2**62)
 """The id of a place in the queue that is empty or whose sample is not known; no anchor has it."""
 
@@ -39,24 +36,20 @@ class FeatureQueue:
         """How many features there are."""
         return min(self.features.shape[1], int(self.written))
 
-    def places(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
-        """Where the batch overwrites the oldest features: first place and the batch's rows, in two runs."""
-        m = self.features.shape[1]
-        start, count = int(self.written) % m, min(batch.size, m)
-        head = min(count, m - start)
-        return [(start, slice(0, head)), (0, slice(head, count))]
-
     def add(self, batch: AnchorBatch) -> None:
         """Overwrite the oldest features by the batch's."""
-        if not self.features.shape[1]:
+        m = self.features.shape[1]
+        if not m:
             return
-        for start, rows in self.places(batch):
+        first, count = int(self.written) % m, min(batch.size, m)
+        head = min(count, m - first)
+        for start, rows in ((first, slice(0, head)), (0, slice(head, count))):
             end = start + rows.stop - rows.start
             for side in (0, 1):
                 self.features[side, start:end] = batch.features[1 - side][rows]
             if len(self.ids) and batch.ids is not None:
                 self.ids[start:end] = batch.ids[rows]
-        self.written += min(batch.size, self.features.shape[1])
+        self.written += count
 
     def state(self) -> dict[str, Tensor]:
         """The tensors themselves, by their names in a checkpoint."""
@@ -81,8 +74,7 @@ class QueueNpn(Npn):
         super().__init__(config, context, {})
         self.needs_ids = config.restart_with == "previous"
         self.queue = FeatureQueue(config.prototypes, context, ids=self.needs_ids)
-        self.workspace = Workspace()
-        self._in_use = self.queue
+        self.workspace, self._in_use = Workspace(), self.queue
 
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self._in_use = self.queue

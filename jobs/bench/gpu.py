@@ -76,7 +76,7 @@ class Results:
     tiny: bool
     seconds: float
     """For all measurements."""
-    found: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     """By part and measurement."""
     failed: list[str] = field(default_factory=list)
 
@@ -108,13 +108,13 @@ class Results:
         outcome["seconds"] = round(time.monotonic() - begin, 1)
         if isinstance(value, dict):
             outcome["result"] = value
-        self.found.setdefault(part, {})[name] = outcome
+        self.measured.setdefault(part, {})[name] = outcome
         self.write()
         print(f"{part}, {name}: {outcome['status']}, {outcome['seconds']} s", flush=True)
         return value
 
     def write(self) -> None:
-        write_json(self.path, {**self._facts, "parts": self.found})
+        write_json(self.path, {**self._facts, "parts": self.measured})
 
 
 class OutOfTime(BaseException):
@@ -192,12 +192,6 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
         train("resume", steps, "--resume", "latest")
 
 
-def cuda_tests(results: Results, part: str) -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
-    take = functools.partial(program, *words, tiny=results.tiny)
-    results.measure(part, "test_cuda.py", lambda: {"output": take()}, seconds=RUN_SECONDS)
-
-
 def program(*words: str, tiny: bool) -> list[str]:
     """The last lines that a Python program prints. It and what it has started end with this call.
 
@@ -237,13 +231,6 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return counts | {name: float(median(measured)) for name, measured in values.items() if measured}
 
 
-def free_memory() -> None:
-    """Of the GPU, for the next part: engines and compiled programs refer to each other."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     """All measurements, most valuable first."""
     rounds = ["--device", "cuda", "--rounds", "5", "--steps", "4"]
@@ -260,12 +247,14 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     for variant in NETWORK[: 2 if results.tiny else None]:
         gathered += ["--variant", f"objective.name=neuclip {variant}"]
     whole = ["--variant", "model.text_batching=whole"]
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
+    tests = functools.partial(program, *words, tiny=results.tiny)
     return {
         "b16": lambda: steps(results, "b16", [*b16, *whole, *openclip], world=world),
         "b32": lambda: steps(results, "b32", [*b32, *openclip], world=world),
         "run": lambda: whole_run(results, "run", run, batch=16 if results.tiny else 1024),
         "network": lambda: steps(results, "network", [*gathered, *openclip], world=world, traced=False),
-        "tests": lambda: cuda_tests(results, "tests"),
+        "tests": lambda: results.measure("tests", "test_cuda.py", lambda: {"output": tests()}, seconds=RUN_SECONDS),
     }
 
 
@@ -275,23 +264,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
-    check_start(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    results = Results(args.output, args.tiny, TOTAL_SECONDS)
-    with start_world(device="cpu" if args.tiny else "cuda") as world:
-        for name, take in parts(results, world=world).items():
-            if not args.only or name in args.only:
-                take()
-                free_memory()
-    print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
-    return 1 if results.failed else 0
-
-
-def check_start(args: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is."""
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --tiny runs every part "
@@ -303,6 +275,20 @@ def check_start(args: argparse.Namespace) -> None:
     except OSError as error:
         raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
     use_expandable_segments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    results = Results(args.output, args.tiny, TOTAL_SECONDS)
+    with start_world(device="cpu" if args.tiny else "cuda") as world:
+        for name, take in parts(results, world=world).items():
+            if not args.only or name in args.only:
+                take()
+                torch.compiler.reset()  # engines and compiled programs refer to each other
+                gc.collect()
+                torch.cuda.empty_cache()
+    print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
+    return 1 if results.failed else 0
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any
     times, counts, gaps = defaultdict[str, float](float), defaultdict[str, int](int), list[tuple[float, str, str]]()
     idle, end, last = 0.0, work[0]["ts"] if work else 0.0, ""
     for event in work:
-        kind = kind_of(event)
+        matching = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
+        kind = "transfers" if event["cat"] != "kernel" else next(matching, "other")
         times[kind] += event["dur"]
         counts[kind] += 1
         if event["ts"] > end:
@@ -152,11 +153,3 @@ def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any
             {"us": gap, "after": before[:80], "before": after[:80]} for gap, before, after in sorted(gaps)[:-9:-1]
         ],
     }
-
-
-def kind_of(event: Mapping[str, Any]) -> str:
-    """The kind of work of an event on the device."""
-    if event["cat"] != "kernel":
-        return "transfers"
-    kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
-    return next(kinds, "other")

@@ -29,7 +29,6 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
-from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
 from pipeline.files import sha256_of
@@ -82,16 +81,6 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, distin
     return folder
 
 
-def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, **settings: Any) -> None:
-    config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
-    world = World(device=torch.device("cuda", 0)) if config.decoding == "gpu" else World()
-    loader = build_loader(config, world=world, global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
-    for _ in range(samples // BATCH):
-        batch = next(loader)
-    batch.image.cpu()  # a GPU may still be busy
-    loader.close()
-
-
 def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     import open_clip_train.data as reference
     from open_clip.transform import image_transform
@@ -121,7 +110,17 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
     import open_clip
 
     tokenizer, samples = open_clip.get_tokenizer("ViT-B-32"), options.samples
-    ours = functools.partial(run_ours, samples=samples, tokenize=fast_tokenizer(tokenizer))
+    tokenize = fast_tokenizer(tokenizer)
+
+    def ours(folder: Path, **settings: Any) -> None:
+        config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
+        world = World(device=torch.device("cuda", 0)) if config.decoding == "gpu" else World()
+        loader = build_loader(config, world=world, global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
+        for _ in range(samples // BATCH):
+            batch = next(loader)
+        batch.image.cpu()  # a GPU may still be busy
+        loader.close()
+
     with tempfile.TemporaryDirectory() as name:
         folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter)
         size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,8 +119,11 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
 
     def retrieved(name: str, parse: Callable[[Path, Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for path in sorted(folder.glob("*.examples")):
+
+            def entries(text: bytes, path: Path = path) -> list[dict[str, Any]]:
+                return [parse(path, entry) for entry in json.loads(text)]
+
             what = f"The retrieved pairs in {path.name} cannot be shown"
-            entries = partial(_each, partial(parse, path))
             yield from stored(path / name, entries, what=what, notes=notes) or ()
 
     return StoredEvaluation(
@@ -158,10 +160,6 @@ def _image(folder: Path, name: object) -> Path:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{path} is a link to a file outside of the folder")
     return path
-
-
-def _each(parse: Callable[[Any], dict[str, Any]], text: bytes) -> list[dict[str, Any]]:
-    return [parse(entry) for entry in json.loads(text)]
 
 
 def _example(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:

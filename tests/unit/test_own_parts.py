@@ -23,8 +23,7 @@ from tests.report_runs import make_run
 PACKAGE = """
 from data_prep.download_config import SOURCES, Known
 from pipeline.metrics.sinks import Sink, register_sink
-from pipeline.report.charts import chart, register_chart
-from pipeline.report.figures import Line
+from pipeline.report.charts import Line, chart, register_chart
 
 SOURCES["toy"] = Known("A toy.", {"url": "address", "caption": "words"})
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import update_scores, write_report
-from pipeline.report.figures import SMALL, Line, line_chart, pooled, smoothed
+from pipeline.report.charts import SMALL, Line, line_chart, pooled, smoothed
 from pipeline.report.run_data import read_run
 from tests.report_runs import make_run
 

@@ -37,9 +37,9 @@ def pair(tmp_path: Path) -> list[Path]:
 
 def test_differences_and_their_intervals(pair):
     comparison = compare([read_run(path) for path in pair])
-    assert comparison.labels == ("a", "b")
+    assert comparison.labels == ["a", "b"]
     row = next(row for row in comparison.tasks if row.name == "colour")
-    assert row.scores == (0.6, 0.9)
+    assert row.scores == [0.6, 0.9]
     delta = row.differences[1]
     assert delta.value == pytest.approx(0.3)
     assert delta.interval is not None
@@ -51,7 +51,7 @@ def test_differences_and_their_intervals(pair):
     again = compare(same)
     assert all(row.differences[1].interval == (0.0, 0.0) and not row.differences[1].is_clear for row in again.tasks)
     assert not any("DataComp" in name or "ImageNet" in name for name in groups_of([run.latest for run in same]))
-    assert {row.name: row.scores for row in comparison.aggregates} == {"Zero-shot": (0.6, 0.9), "Retrieval": (0.6, 0.9)}
+    assert {row.name: row.scores for row in comparison.aggregates} == {"Zero-shot": [0.6, 0.9], "Retrieval": [0.6, 0.9]}
 
 
 def test_bootstrap_agrees_with_the_standard_error(tmp_path):

@@ -49,13 +49,16 @@ def publish(
 ) -> list[Path]:
     """Write all files of a study to `folder`. Returns their paths."""
     left_out = ("label", "config", "versions")  # not repeated for every run
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
+    cpu = next(named, platform.processor() or "an unnamed CPU")
     data = {
         "study": name,
         "size": size,
         "command": command,
         "date": date.today().isoformat(),
         "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
+        "machine": {"cpu": cpu, "cores": usable_cores(), "system": platform.system()},
         "versions": outcomes[-1].result["versions"] if outcomes else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
@@ -74,48 +77,34 @@ def render(folder: Path) -> list[Path]:
     data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
     study = load_study(data["study"])
     outcomes = [Outcome(**run) for run in data["runs"]]
-    drawn = draw(study, data["size"], outcomes)
-    texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
+    figures = draw(study, data["size"], outcomes)
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
+    for outcome in outcomes:
+        values = (column.value(outcome.result) for column in COLUMNS.values())
+        cells = ("" if value is None else f"{value:.6g}" for value in values)
+        writer.writerow([outcome.setting, outcome.arm, outcome.seed, *cells, outcome.key])
+    texts = {
+        "results.csv": table.getvalue(),
+        "results.md": as_markdown(study, data, outcomes, list(figures)),
+        **figures,
+    }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
 
 
-def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line per run with every column; empty if the run does not have the metric."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
-    for outcome in outcomes:
-        values = (column.value(outcome.result) for column in COLUMNS.values())
-        figures = ("" if value is None else f"{value:.6g}" for value in values)
-        writer.writerow([outcome.setting, outcome.arm, outcome.seed, *figures, outcome.key])
-    return stream.getvalue()
-
-
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
     """The generated page of a study: its question, how it was run, a table per setting, and the figures."""
-    lines = [f"# {study.title}", "", study.question.strip(), "", _how(study, data, outcomes)]
-    for title, (header, *rows) in _tables(study, data["size"], outcomes):
-        lines += ["", f"## {title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
-        for row in rows:  # a row with one cell is a group heading
-            lines.append(f"| {row[0]} |" + " |" * (len(header) - 1) if len(row) == 1 else f"| {' | '.join(row)} |")
-    for file in drawn:
-        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
-    return "\n".join(lines) + "\n"
-
-
-def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Sentences on the size, command, machine, versions and finished runs, and on how to read the tables."""
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     # Results record their commit; older ones have only that of their publication, or none.
     named = (outcome.result.get("commit", data.get("commit")) for outcome in outcomes)
     commits = sorted({commit for commit in named if commit})
     listed = " and ".join(part for part in (", ".join(commits[:-1]), *commits[-1:]) if part)
-    commit = f" from commit {listed}" if commits else ""
-    return (
+    how = (
         f"Size `{data['size']}`; modelled on {study.reproduces}. "
-        f"Made with `{data['command']}` on {data['date']}{commit}, "
+        f"Made with `{data['command']}` on {data['date']}{f' from commit {listed}' if listed else ''}, "
         f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
         f"{len(outcomes)} of {data['units']} runs are finished. "
         "Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
@@ -123,6 +112,14 @@ def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
         + (COMPARED_NOTE if _comparisons(study, data["size"], outcomes) else "")
         + " This page is generated from `results.json` by `neuclip study`; do not edit it."
     )
+    lines = [f"# {study.title}", "", study.question.strip(), "", how]
+    for title, (header, *rows) in _tables(study, data["size"], outcomes):
+        lines += ["", f"## {title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        for row in rows:  # a row with one cell is a group heading
+            lines.append(f"| {row[0]} |" + " |" * (len(header) - 1) if len(row) == 1 else f"| {' | '.join(row)} |")
+    for file in drawn:
+        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+    return "\n".join(lines) + "\n"
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -190,15 +187,6 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     if value is None:
         return "–"
     return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
-
-
-def cpu_name() -> str:
-    """The model name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "an unnamed CPU"
 
 
 def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -280,7 +268,13 @@ def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, 
     for names, line in zip(rows, panels, strict=True):
         for axes, setting in zip(line, settings, strict=True):
             for arm in names:
-                _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, look=look[arm])
+                colour, style = look[arm]
+                points = curve(outcomes, setting, arm, column)
+                most = max((len(values) for _, values in points), default=0)  # points that all seeds of the arm have
+                x, whole = [x / 1e3 for x, v in points if len(v) == most], [v for _, v in points if len(v) == most]
+                means = [statistics.fmean(values) for values in whole]
+                axes.plot(x, means, color=colour, linestyle=style, label=arm, linewidth=1.5, marker="o", markersize=2.5)
+                axes.fill_between(x, [*map(min, whole)], [*map(max, whole)], color=colour, alpha=0.13, linewidth=0)
             axes.set_xlabel("samples seen, thousands")
             if column.startswith("mse"):
                 axes.set_yscale("log")
@@ -295,17 +289,6 @@ def _looks(arms: Iterable[str]) -> dict[str, tuple[Any, str]]:
 
     palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
     return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
-
-
-def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
-    """Plot mean and range at the points that all seeds of the arm have; `look` is colour and line style."""
-    colour, style = look
-    most = max((len(values) for _, values in points), default=0)
-    whole = [(samples / 1e3, values) for samples, values in points if len(values) == most]
-    x = [samples for samples, _ in whole]
-    means = [statistics.fmean(values) for _, values in whole]
-    axes.plot(x, means, color=colour, linestyle=style, label=label, linewidth=1.5, marker="o", markersize=2.5)
-    axes.fill_between(x, [min(v) for _, v in whole], [max(v) for _, v in whole], color=colour, alpha=0.13, linewidth=0)
 
 
 def _as_svg(figure: Any) -> str:

@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -84,27 +84,32 @@ class Results:
         self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine()}
         self.write()
 
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self._start)
-
     def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
         """Record what `call` returns, or why there is nothing, and return it; it has as many seconds, or what is left.
 
         What cannot be written as JSON (a contender) is not recorded.
         """
-        begin, limit, value = time.monotonic(), min(seconds, self.left), None
+        begin, value = time.monotonic(), None
+        limit = min(seconds, self.seconds - (begin - self._start))
         outcome: dict[str, Any] = {"status": "done"}
         if limit < 1:
             outcome["status"] = "left out: no time was left"
         else:
             print(f"{part}, {name} ...", flush=True)
+
+            def stop(*_: object) -> None:
+                raise OutOfTime(f"not done after {limit:.0f} s")
+
+            before = signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, limit)
             try:
-                with alarm(limit):
-                    value = call()
+                value = call()
             except (Exception, OutOfTime) as error:
                 outcome["status"] = f"failed: {type(error).__name__}: {error}"[:2000]
                 self.failed.append(f"{part}, {name}")
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
         outcome["seconds"] = round(time.monotonic() - begin, 1)
         if isinstance(value, dict):
             outcome["result"] = value
@@ -119,22 +124,6 @@ class Results:
 
 class OutOfTime(BaseException):
     """A measurement takes too long. No handler of errors on the way takes it for one."""
-
-
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Inside, OutOfTime is raised after so many seconds."""
-
-    def stop(*_: object) -> None:
-        raise OutOfTime(f"not done after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def machine() -> dict[str, Any]:

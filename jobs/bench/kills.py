@@ -10,11 +10,10 @@ sizes, are evaluated every few steps, roll back once or more (the loss of three 
 batches in later epochs), and copy their checkpoints to a mirror.
 
 Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
-would), and fall into the start, into steps, into the writing of checkpoints, into evaluations, and between the last
-checkpoint of a stage and the first of the next, at least once. After some of them the checkpoints on disk are removed,
-and the mirror's are used. The result, one JSON file, says whether every epoch had the same samples in the same order as
-in the undisturbed run, how far losses differ, and whether weights, losses, scores and rollbacks are the same bits. Exit
-code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+would), and fall into the start, into steps, into the writing of checkpoints and into evaluations. After some of them
+the checkpoints on disk are removed, and the mirror's are used. The result, one JSON file, says whether every epoch had
+the same samples in the same order as in the undisturbed run, how far losses differ, and whether weights, losses, scores
+and rollbacks are the same bits. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves time.
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ CALM: Layout = (2, 1)
 """Of the undisturbed run, and of the run whose layout does not change."""
 LAYOUTS = tuple(itertools.product((1, 2, 4), (0, 1, 2, 3)))
 MOMENTS = ("start", "step", "checkpoint", "checkpoint", "evaluation")
-LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3, "border": 1.0}
+LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3}
 """Seconds after the moment is reached."""
-NEAR_BORDER = 4
-"""A run that starts at most so many steps before the border of its stages is killed just after it."""
 DISK_LOST = 0.15
 """Share of the kills after which the checkpoints on disk are gone, too."""
 BATCH = 16
@@ -76,8 +73,6 @@ STEPS_PER_KILL = 3
 SECONDS_TO_FOLLOW, SECONDS_PER_START = 2.0, 1200.0
 BAD_STEPS = range(7, 10)
 """The batches of the first epoch whose loss is NaN."""
-BORDER = 0.5
-"""Where the second stage begins, as a share of the run."""
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
 NEAR_ZERO = 0.01
@@ -96,7 +91,7 @@ def settings(run: Path, *, steps: int, stage: int, objective: str) -> list[str]:
         *("optimizer.eps=1e-5", "schedule.warmup_steps=3", "ema.decay=0.9", "checkpoint.every=1"),
         *("engine.device=cpu", "engine.probe=false", "engine.timeout_minutes=10", "engine.lost_rank_seconds=300"),
         *("telemetry.every=1", "telemetry.tensorboard=false", "telemetry.progress=quiet"),
-        *(f"schedule.stages=[{{until: {BORDER}, image_size: 16}}]", "max_skipped_steps=2", "max_rollbacks=5"),
+        *("schedule.stages=[{until: 0.5, image_size: 16}]", "max_skipped_steps=2", "max_rollbacks=5"),
         *(f"evaluation.suite={run.parent / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
         *(f"checkpoint.mirror=file://{run.parent / 'mirror'}",),
         *(f"objective.name={objective}", *(neuclip if objective == "neuclip" else ())),
@@ -152,13 +147,8 @@ def last_step(run: Path) -> int:
     return max(map(step_of, finished_checkpoints(run)), default=0)
 
 
-def wait_for_moment(
-    run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float, border: int
-) -> None:
-    """Return at a random time in one of MOMENTS, after the `border` of two stages ("border"), or at the run's end.
-
-    A start takes about `seconds`.
-    """
+def wait_for_moment(run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float) -> None:
+    """Return at a random time in one of MOMENTS, or at the run's end; a start takes about `seconds`."""
     here, tested = last_step(run), set((run / "evaluation").glob("step-*"))
     deadline = time.monotonic() + (draw.uniform(0, seconds) if moment == "start" else SECONDS_PER_START)
 
@@ -167,9 +157,7 @@ def wait_for_moment(
             time.sleep(0.0005 if moment == "checkpoint" else 0.01)
 
     wait_until(lambda: last_step(run) > here)  # also at a "start": one rank starts faster than four
-    if moment == "border":
-        wait_until(lambda: last_step(run) >= border)
-    elif moment == "evaluation":
+    if moment == "evaluation":
         wait_until(lambda: set((run / "evaluation").glob("step-*")) > tested)
     elif moment == "checkpoint":
         wait_until(lambda: any((run / FOLDER_NAME).glob(f".{PREFIX}*")))
@@ -193,7 +181,7 @@ def killed_run(
     run: Path, *, kills: int, layouts: Sequence[Layout], steps: int, objective: str, seed: int
 ) -> dict[str, int]:
     """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
-    log, done, startup, border = run.with_suffix(".log"), Counter[str](), 5.0, round(BORDER * steps)
+    log, done, startup = run.with_suffix(".log"), Counter[str](), 5.0
     while True:
         draw = random.Random(f"{seed}, {run.name}, {done['kills']}")
         ranks, stage = draw.choice(layouts)
@@ -201,17 +189,13 @@ def killed_run(
         arguments = settings(run, steps=steps, stage=stage, objective=objective)
         processes = start([*arguments, "--resume", "latest"], ranks=ranks, log=log)
         if done["kills"] < kills:
-            ahead, is_last = border - last_step(run), done["kills"] == kills - 1
-            moment = "border" if ahead > 0 and (ahead <= NEAR_BORDER or is_last) else draw.choice(MOMENTS)
-            victims = draw.choice([processes, [draw.choice(processes)]])
-            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup, border=border)
+            moment, victims = draw.choice(MOMENTS), draw.choice([processes, [draw.choice(processes)]])
+            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup)
             if all(process.is_alive() for process in processes):
                 startup = startup if moment == "start" else time.monotonic() - begin
                 what = "all ranks" if len(victims) == len(processes) else "one rank"
                 end(processes, victims)
                 done.update(["kills", f"while {moment}", f"of {what}", f"{ranks} ranks, stage {stage}"])
-                if last_step(run) == border:
-                    done.update(["before the first checkpoint of a stage"])
                 said = f"{run.name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}"
                 if (run.parent / "mirror" / run.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST:
                     shutil.rmtree(run / FOLDER_NAME)  # the mirror has others

@@ -113,25 +113,22 @@ def _validation(run: Run) -> list[Tile]:
     best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
     where = f"at step {best['step']:,}, the lowest of {len(finite)}"
     end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
-    made = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
-    recalls = [float(best[key]) for key in RECALLS if is_finite(best.get(key))]
-    if len(recalls) == len(RECALLS):
-        pairs = f"{best['pairs']:,.0f} held-out pairs" if is_finite(best.get("pairs")) else "held-out pairs"
-        both = " and ".join(f"{100 * value:.1f}%" for value in recalls)
-        made.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
-    return made
+    recalls = [float(best[key]) for key in RECALLS]
+    among = f"mean of {' and '.join(f'{value:.1%}' for value in recalls)} among {best['pairs']:,.0f} held-out pairs"
+    return [
+        Tile("Validation loss", f"{best['loss']:.3f}", where + end),
+        Tile("Validation R@1", f"{sum(recalls) / 2:.1%}", among),
+    ]
 
 
 def _news(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The time since the first event (empty if unknown) and the message of events, without the ends of epochs, of which
-    metrics.jsonl has each; those with corrupt samples stay."""
+    """The time since the first event and the message of events, without the ends of epochs, of which metrics.jsonl has
+    each; those with corrupt samples stay."""
     news = []
     for event in events:
-        facts, times = event.get("data") or {}, (events[0].get("time"), event.get("time"))
-        if isinstance(facts, dict) and "order_hash" in facts and not facts.get("replaced"):
-            continue
-        known = all(isinstance(time, int | float) for time in times)
-        news.append((duration(max(0.0, times[1] - times[0])) if known else "", event["message"]))  # type: ignore[operator]
+        facts = event.get("data") or {}
+        if "order_hash" not in facts or facts.get("replaced"):
+            news.append((duration(max(0.0, event["time"] - events[0]["time"])), event["message"]))
     return news
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipeline", "data_prep", "jobs")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -154,32 +152,25 @@ def test_every_folder_is_listed():
     assert below_data_prep | folders == {*DATA_PREP, "reasons"}
 
 
-def test_module_names_are_unique():
+def test_names_of_modules_and_public_classes_are_unique():
     """Benchmarks are exempt: `jobs.bench.NAME` is named after what it measures."""
-    count = collections.Counter(path.stem for path in MODULES if path.parent != ROOT / "jobs" / "bench")
-    assert not [name for name, times in count.items() if times > 1 and not name.startswith("__")]
-
-
-def test_public_class_names_are_unique():
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
     classes = (node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
-    count = collections.Counter(name for name in classes if not name.startswith("_"))
-    assert not [name for name, times in count.items() if times > 1]
+    for names in ((path.stem for path in MODULES if path.parent != ROOT / "jobs" / "bench"), classes):
+        count = collections.Counter(name for name in names if not name.startswith("_"))
+        assert not [name for name, times in count.items() if times > 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
+def test_a_forbidden_import_is_detected():
+    for name, other in (
         ("pipeline.objectives.openclip", "pipeline.training.run"),
         ("pipeline.data.loading.loader", "data_prep.ingest"),
         ("data_prep.ingest", "pipeline.training.run"),
         ("data_prep.ingest", "jobs.cli"),
         ("data_prep.dataset.shard_plan", "data_prep.fetching.guard"),
         ("data_prep.reasons", "data_prep.dataset.commit"),
-    ],
-)
-def test_a_forbidden_import_is_detected(name, other):
-    assert not may_import(name, other)
+    ):
+        assert not may_import(name, other)
 
 
 def test_the_trainer_does_not_name_any_objective():

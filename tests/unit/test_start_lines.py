@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from huggingface_hub import constants
@@ -13,7 +11,6 @@ from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig
 from pipeline.metrics.trackers import check_trackers
 from pipeline.model.starting_weights import check_fetched
-from pipeline.training import run
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run_folder import changed_settings
 from tests.towers import write_tiny
@@ -88,20 +85,3 @@ def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_n
     assert changed_settings(now, now) == []
     for ratio, changes in ((None, []), (0.5, ["selection.ratio 0.5 -> absent"])):  # a setting that has left
         assert changed_settings({"selection": {"ratio": ratio}, **now}, now) == changes
-
-
-def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch):
-    """With DeepSpeed they are about ten, of a quarter of a second each."""
-    frozen = []
-
-    def start(*_: object, **__: object) -> None:
-        frozen.append(gc.get_freeze_count())
-        raise UserError("no")
-
-    monkeypatch.setattr(run, "start_world", start)
-    with pytest.raises(UserError, match="no"):
-        run.train(
-            load_recipe(None, ["output=x", "samples=512", "batch_size=64", "data.sources=x", "schedule.warmup_steps=1"])
-        )
-    assert frozen[0] > 100_000
-    assert gc.get_freeze_count() == 0

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import scipy.stats
-
 from jobs.studies.declare import RESULT_NAME, Unit
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
@@ -39,10 +37,6 @@ class Spread:
         if len(self.values) < 2:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
-
-    def test(self, null: float) -> Any:
-        """Scipy's t-test that the mean of values that differ is not `null`; its p is NaN if a value is not finite."""
-        return scipy.stats.ttest_1samp(self.values, null)
 
 
 def _spread(values: Iterable[float]) -> Spread | None:

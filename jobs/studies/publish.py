@@ -9,11 +9,13 @@ import json
 import platform
 import statistics
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import scipy.stats
 
 from jobs.studies.declare import Size, Study, Unit, Variant, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, curve, holm, paired, spread
@@ -157,7 +159,8 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
     for setting, column, arm in itertools.product(at_size.settings, columns, at_size.arms):
         difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
         if arm != baseline and difference is not None and difference.sd:
-            compared[setting, column, arm] = difference, difference.test(float(column == "saving"))  # a ratio is 1
+            null = 1.0 if column == "saving" else 0.0  # a ratio
+            compared[setting, column, arm] = difference, scipy.stats.ttest_1samp(difference.values, null)
     adjusted = holm({name: test.pvalue for name, (_, test) in compared.items()})
     clear = sum(p <= LEVEL for p in adjusted.values())
     title = f"{len(adjusted)} comparisons, {clear} significant"
@@ -242,14 +245,14 @@ def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:
 
 def _against(study: Study, size: Size, outcomes: Sequence[Outcome], cost: str) -> str:
     """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
-    column, look = study.columns[0], _looks(size.arms)
+    column = study.columns[0]
     figure, (panels,) = _panels(size.settings, size=(1.9 + 3.6 * len(size.settings), 3.0))
     for axes, setting in zip(panels, size.settings, strict=True):
-        for arm in size.arms:
+        for number, arm in enumerate(size.arms):
             x, y = (spread(outcomes, setting, arm, name) for name in (cost, column))
             if x is not None and y is not None:
-                colour = look[arm][0]
-                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, color=colour, label=arm)
+                how = {"color": f"C{number % 10}", "label": arm}
+                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, **how)
         axes.set_xlabel(COLUMNS[cost].title)
         axes.set_xlim(left=0)
     panels[0].set_ylabel(COLUMNS[column].title)
@@ -264,11 +267,11 @@ def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, 
     rows = [names for names in rows if names]
     inches = (1.9 + min(4, len(settings)) * 2.6, 0.4 + 2.1 * len(rows))
     figure, panels = _panels(settings, rows=len(rows), size=inches, sharey=True)
-    look = _looks(size.arms)
     for names, line in zip(rows, panels, strict=True):
         for axes, setting in zip(line, settings, strict=True):
             for arm in names:
-                colour, style = look[arm]
+                number = list(size.arms).index(arm)
+                colour, style = f"C{number % 10}", "--" if number >= 10 else "-"
                 points = curve(outcomes, setting, arm, column)
                 most = max((len(values) for _, values in points), default=0)  # points that all seeds of the arm have
                 x, whole = [x / 1e3 for x, v in points if len(v) == most], [v for _, v in points if len(v) == most]
@@ -281,14 +284,6 @@ def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, 
         line[0].set_ylabel(COLUMNS[column].title)
         line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _as_svg(figure)
-
-
-def _looks(arms: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Colour and line style of every arm."""
-    import matplotlib
-
-    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
 
 
 def _as_svg(figure: Any) -> str:

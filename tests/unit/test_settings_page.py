@@ -10,11 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from jobs.settings import EXPERT, Setting, chapters, command, page, settings_of
+from jobs.settings import EXPERT, Setting, chapters, command, page
 from pipeline.config import read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names
-from pipeline.training.recipe import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
@@ -82,12 +81,3 @@ def test_expert_settings_are_shown_to_those_who_ask():
     for arguments, there in (((), False), (("--all",), True), (("engine.",), False), (("engine.probe",), True)):
         assert ("  engine.probe  (" in shown(*arguments)) == there, arguments
     assert "`engine.probe`" not in PAGE.read_text(encoding="utf-8")
-
-
-def test_every_key_of_training_is_listed_with_its_default():
-    found = {setting.key: setting for setting in settings_of(RunConfig)}
-    assert found["samples"].default == "required"
-    assert found["optimizer.betas"].default == "`[0.9, 0.98]`"
-    assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion`, `sgd` or `muon`"
-    assert found["model.patch_dropout"].allowed == "number in [0, 1) or null"
-    assert found["data.sources[].weight"].default == "`1.0`"

@@ -224,5 +224,4 @@ def test_p_values_are_corrected_for_their_number():
     adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
     assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
-    diverged = Spread((1.0, math.nan, 1.0)).test(0.0).pvalue  # one seed could hide all other comparisons
-    assert holm({"x": diverged, "y": 0.02}) == {"x": 1.0, "y": 0.04}
+    assert holm({"x": math.nan, "y": 0.02}) == {"x": 1.0, "y": 0.04}  # a diverged seed hides no other comparison

@@ -134,7 +134,7 @@ def _nested(key: str, value: Any) -> Tree:
     """`"a.b", 1` -> `{"a": {"b": 1}}`."""
     for part in reversed(key.split(".")):
         value = {part: value}
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:

@@ -81,7 +81,13 @@ class Results:
     failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine()}
+        machine: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
+        machine |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
+        if shutil.which("nvidia-smi"):
+            query = "--query-gpu=name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
+            done = subprocess.run(["nvidia-smi", query, "--format=csv"], capture_output=True, text=True)
+            machine["nvidia-smi"] = done.stdout.splitlines()
+        self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine}
         self.write()
 
     def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
@@ -124,17 +130,6 @@ class Results:
 
 class OutOfTime(BaseException):
     """A measurement takes too long. No handler of errors on the way takes it for one."""
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the package versions."""
-    facts: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
-    facts |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
-    if shutil.which("nvidia-smi"):
-        query = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
-        facts["nvidia-smi"] = done.stdout.splitlines()
-    return facts
 
 
 def steps(results: Results, part: str, words: Sequence[str], *, world: World, traced: bool = True) -> None:

@@ -136,7 +136,7 @@ def load_study(name: str) -> Study:
 
 def load_size(name: str) -> dict[str, Any]:
     """What all studies of a size share, from `sizes.yaml`, where its keys are described."""
-    return cfg.read_yaml(FOLDER / "sizes.yaml")[name]  # type: ignore[no-any-return]
+    return cfg.read_yaml(FOLDER / "sizes.yaml")[name]
 
 
 def size_of(study: Study, size: str) -> Size:

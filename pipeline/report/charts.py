@@ -252,6 +252,7 @@ def quantity_chart(key: str, runs: Iterable[tuple[str, Run, str]]) -> Chart | No
     return chart(shown.title, lines, note=shown.note, percent=shown.share)
 
 
+Points = tuple[np.ndarray, np.ndarray]
 CHARTS: list[Callable[[Run], Chart | None]] = []
 C = TypeVar("C", bound=Callable[[Run], Chart | None])
 
@@ -272,7 +273,7 @@ def training_charts(run: Run) -> list[Chart]:
     def of(key: str) -> Chart | None:
         return quantity_chart(key, [("", run, SERIES[0])])
 
-    def two(curve: Any, keys: Sequence[str], labels: Sequence[str], **how: Any) -> list[Line]:
+    def two(curve: Callable[[str], Points], keys: Sequence[str], labels: Sequence[str], **how: Any) -> list[Line]:
         both = zip(keys, labels, SERIES, strict=False)
         return [Line(*curve(key), label=label, colour=colour, **how) for key, label, colour in both]
 

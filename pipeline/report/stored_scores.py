@@ -17,7 +17,6 @@ from pipeline.evaluation.identity import LOCK_NAME
 from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
     TaskResult,
-    is_named_after,
     part_of,
     read_outcomes,
     read_result,
@@ -106,8 +105,6 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             continue
         if weights and part_of(tree, "inputs").get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
-        elif not is_named_after(path, str(tree.get("task"))):
-            notes.append(f"{folder.name}/{path.name} is a copy of another file, and is skipped.")
         elif (result := read_result(path)) is not None:
             scores.append(Score(**vars(result), path=path))
         else:

@@ -1,4 +1,4 @@
-"""The training benchmarks run at a small size and print the expected rows."""
+"""The training benchmark's contenders and texts; `test_bench_gpu.py` runs it at a small size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from jobs.bench import train
 from jobs.bench.train import COMPILED, THEIRS
 from pipeline.distributed.world import World
 from pipeline.model.towers import ModelConfig, build_towers
-from tests.launch import run
 
-SMALL = ("--arch", "scenes-vit-micro", "--batch", "8", "--rounds", "1", "--device", "cpu", "--threads", "1")
 NO_DATA: Any = None
 """Contenders are named before they are built."""
 
@@ -44,13 +42,3 @@ def test_texts_have_the_lengths_of_web_captions_or_the_full_one():
         first, second = (tokenize(train.captions(name, 1024, generator)) for _ in range(2))
         assert low <= (first.argmax(1) + 1).float().mean() <= high, name
         assert not torch.equal(first, second)
-
-
-@pytest.mark.daily
-@pytest.mark.slow
-def test_our_steps_are_compared_with_open_clips():
-    done = run("jobs.bench.train", *SMALL, "--steps", "1", "--variant", "model.text_batching=packed")
-    rows = [line for line in done.stdout.splitlines() if " 1 threads" not in line][2:]
-    names = [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, model.text_batching=packed"]
-    assert [row.split("   ")[0] for row in rows] == names
-    assert rows[0].split()[1:] == [*rows[0].split()[1:3], "1.000", "1.000", "1.000", "?"]

@@ -57,7 +57,6 @@ SYNONYMS = {"gpus": "ranks", "num_gpus": "ranks", "nproc": "ranks", "nproc_per_n
 """What other programs call options of ours."""
 OTHER_VALUES = ("accum_freq", "precision")
 """Options of open_clip that are settings with other values here."""
-SETTINGS_METAVAR = "KEY=VALUE"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """torch's name of the variable, and its older one."""
@@ -165,7 +164,7 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
         return ""
     if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
         return f" {answer}"
-    if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):
+    if not any("KEY=VALUE" in str(parameter.metavar).upper() for parameter in command.params):
         return ""
     from jobs.settings import settings_named
 

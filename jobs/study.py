@@ -72,13 +72,12 @@ def command(
     chosen = units if unit is None else [units[unit]]
     failed = {} if only_render else run_units(study, chosen, size=size, place=place, parallel=parallel)
     if unit is None:
-        from jobs.studies.outcomes import read_outcomes
         from jobs.studies.publish import publish
 
-        outcomes, options = read_outcomes(units, place), f" --size {size}" if size != "desk" else ""
-        shown = " ".join([f"neuclip study {name}{options}", *overrides])
-        files = publish(name, size=size, units=units, outcomes=outcomes, folder=place / name, command=shown)
-        click.echo(f"{len(outcomes)} of {len(units)} runs in {place / name}: {', '.join(file.name for file in files)}")
+        shown = " ".join([f"neuclip study {name}", *([f"--size {size}"] if size != "desk" else []), *overrides])
+        files = publish(name, size=size, units=units, place=place, command=shown)
+        done = sum(one.is_done(place) for one in units)
+        click.echo(f"{done} of {len(units)} runs in {place / name}: {', '.join(file.name for file in files)}")
     for label, code in failed.items():
         click.echo(f"FAILED: {label} (exit code {code})", err=True)
     return 1 if failed else 0

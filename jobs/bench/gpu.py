@@ -60,12 +60,6 @@ BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
 TOTAL_SECONDS = 630.0
 """Of all measurements, without imports."""
 TRACED_STEPS = 3
-NETWORK = (
-    "objective.npn_update=replicated", "objective.npn_update=prototypes",
-    "objective.npn_update=replicated objective.npn_compile=true",
-    "objective.npn_update=prototypes objective.npn_compile=true",
-)  # fmt: skip
-"""Every rank updates the whole network, or its own prototypes."""
 
 
 @dataclass
@@ -228,8 +222,9 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
         run = ["model.arch=scenes-vit-micro", "engine.device=cpu", "data.streams=4", "data.workers=0"]
         run += ["objective.prototypes=16", "evaluation.workers=0"]
     openclip = ["--objectives", "openclip", *rounds]
-    for variant in NETWORK[: 2 if results.tiny else None]:
-        gathered += ["--variant", f"objective.name=neuclip {variant}"]
+    for compiled in ("",) if results.tiny else ("", " objective.npn_compile=true"):
+        for update in ("replicated", "prototypes"):  # every rank updates the whole network, or its own prototypes
+            gathered += ["--variant", f"objective.name=neuclip objective.npn_update={update}{compiled}"]
     whole = ["--variant", "model.text_batching=whole"]
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
     tests = functools.partial(program, *words, tiny=results.tiny)

@@ -41,9 +41,10 @@ SPECTRUM = 1.5
 META = b'{"url": "http://example.org/picture.jpg", "status": "success", "width": 640, "height": 480, "exif": "{}"}'
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 WORDS = (
-    "a the photo of dog cat red small large house street vintage with in on near beautiful 2019 sale women's blue "
-    "wooden kitchen design and portrait background free shipping illustration vector car new york city night"
+    "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
+    "new big small two three on in under near with and the of at by"
 )
+"""One token each."""
 
 
 def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:

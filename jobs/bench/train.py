@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from jobs.bench.harness import Value, alternate, parser, ratios, seconds, show
-from jobs.bench.loader import make_shards
+from jobs.bench.loader import WORDS, make_shards
 from pipeline.config import parse_overrides
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch
@@ -60,11 +60,6 @@ THEIRS, COMPILED = "open_clip_train", "open_clip_train --torchcompile"
 LR_SCALE = 1e-3
 BATCHES = 4
 """Different batches, which are shown in turn: packed texts have another number of tokens in each."""
-WORDS = (
-    "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
-    "new big small two three on in under near with and the of at by"
-)
-"""One token each."""
 CAPTIONS = {"cc12m": (20.2, 16.3), "full": (1000.0, 0.0)}
 """Mean and standard deviation of a caption's length, in words. **Not checked**: CC12M's are quoted from memory of
 Changpinyo et al. 2021 (arXiv 2102.08981), table 1."""

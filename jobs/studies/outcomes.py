@@ -6,15 +6,12 @@ Differences have their t, p-values of Student's distribution and Holm's correcti
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from jobs.studies.declare import RESULT_NAME, Unit
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
 LEVEL = 0.05
@@ -161,17 +158,6 @@ PAIRED = {
     "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }
-
-
-def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
-    """The finished runs among `units`."""
-    return [
-        Outcome(
-            unit.setting, unit.arm, unit.seed, unit.key, json.loads((unit.folder(output) / RESULT_NAME).read_text())
-        )
-        for unit in units
-        if unit.is_done(output)
-    ]
 
 
 def by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> dict[int, float]:

@@ -10,14 +10,14 @@ import platform
 import statistics
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import scipy.stats
 
-from jobs.studies.declare import Size, Study, Unit, Variant, load_study, size_of
+from jobs.studies.declare import RESULT_NAME, Size, Study, Unit, Variant, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from pipeline.cores import usable_cores
 from pipeline.versions import source_commit
@@ -46,11 +46,11 @@ STYLE: Any = {
 DOT = "#2b6cb0"
 
 
-def publish(
-    name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
-) -> list[Path]:
-    """Write all files of a study to `folder`. Returns their paths."""
-    left_out = ("label", "config", "versions")  # not repeated for every run
+def publish(name: str, *, size: str, units: Sequence[Unit], place: Path, command: str) -> list[Path]:
+    """Write all files of a study, of its finished runs in `place`, to `place/name`. Returns their paths."""
+    folder, left_out = place / name, ("label", "config", "versions")  # not repeated for every run
+    finished = [unit for unit in units if unit.is_done(place)]
+    results = [json.loads((unit.folder(place) / RESULT_NAME).read_text(encoding="utf-8")) for unit in finished]
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
     cpu = next(named, platform.processor() or "an unnamed CPU")
@@ -61,12 +61,15 @@ def publish(
         "date": date.today().isoformat(),
         "commit": source_commit(),
         "machine": {"cpu": cpu, "cores": usable_cores(), "system": platform.system()},
-        "versions": outcomes[-1].result["versions"] if outcomes else {},
+        "versions": results[-1]["versions"] if results else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
         "runs": [
-            {**asdict(one), "result": {key: value for key, value in one.result.items() if key not in left_out}}
-            for one in outcomes
+            {
+                **{fact: getattr(unit, fact) for fact in ("setting", "arm", "seed", "key")},
+                "result": {key: value for key, value in result.items() if key not in left_out},
+            }
+            for unit, result in zip(finished, results, strict=True)
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)

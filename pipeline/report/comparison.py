@@ -11,7 +11,7 @@ import hashlib
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +128,14 @@ def compare(runs: Sequence[Run]) -> Comparison:
         parts = [part for key in keys if (part := resampled.get(key)) is not None]
         mean = np.mean(parts, axis=0) if len(parts) == len(keys) else None
         aggregates.append(_row(name, [_mean_score(e, keys) for e in latest], mean))
-    return Comparison(names, aggregates, tasks, list(_notes(names, runs)))
+    notes = [f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes]
+    evaluated = {name: run.latest for name, run in zip(names, runs, strict=True) if run.latest is not None}
+    for name, evaluation in evaluated.items():
+        notes += [f"{name}: {task} could not be scored: {why}" for task, why in evaluation.failures.items()]
+    if len({evaluation.samples for evaluation in evaluated.values()}) > 1:
+        shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in evaluated.items())
+        notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
+    return Comparison(names, aggregates, tasks, notes)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -234,17 +241,6 @@ def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     if task is None or not task.fields:
         return None
     return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
-
-
-def _notes(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
-    for name, run in zip(names, runs, strict=True):
-        yield from (f"{name}: {note}" for note in run.notes)
-        failures = run.latest.failures if run.latest else {}
-        yield from (f"{name}: {task} could not be scored: {reason}" for task, reason in failures.items())
-    latest = {name: run.latest for name, run in zip(names, runs, strict=True) if run.latest is not None}
-    if len({evaluation.samples for evaluation in latest.values()}) > 1:
-        shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in latest.items())
-        yield f"The latest evaluations are not at the same number of samples seen: {shown}."
 
 
 def _to_csv(comparison: Comparison) -> str:

@@ -17,8 +17,6 @@ from pipeline.report.page import duration, percent, render, short
 from pipeline.report.run_data import RECALLS, Run, flat, is_finite
 from pipeline.report.stored_scores import StoredEvaluation
 
-HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
-
 
 class Tile(NamedTuple):
     """A headline figure: its name, its value, and a reference to compare it with."""
@@ -60,8 +58,8 @@ def write_page(run: Run, output: Path) -> Path:
         "next": commands[run.latest is not None :],
         "events": _news(run.events),
     }
-    write_text(output / MARKDOWN_NAME, render("run.md", context))
-    return write_text(output / HTML_NAME, render("run.html", context))
+    write_text(output / "report.md", render("run.md", context))
+    return write_text(output / "report.html", render("run.html", context))
 
 
 def tiles(run: Run) -> list[Tile]:

@@ -148,11 +148,7 @@ def stored(path: Path, parse: Callable[[bytes], T], *, what: str, notes: list[st
 
 
 def _image(folder: Path, name: object) -> Path:
-    """An image beside the examples. The report contains it, and results may come from others.
-
-    Raises:
-        UserError: It is outside of the folder, also by a link.
-    """
+    """An image beside the examples. The report contains it, and results may come from others: no link may lead away."""
     path = path_below(folder, name, what="An example's image")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{path} is a link to a file outside of the folder")

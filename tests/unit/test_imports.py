@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import collections
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -150,15 +149,6 @@ def test_every_folder_is_listed():
     below_data_prep = {path.stem for path in (ROOT / "data_prep").glob("*.py")} - {"__init__"}
     folders = {path.parent.name for path in (ROOT / "data_prep").glob("*/__init__.py")}
     assert below_data_prep | folders == {*DATA_PREP, "reasons"}
-
-
-def test_names_of_modules_and_public_classes_are_unique():
-    """Benchmarks are exempt: `jobs.bench.NAME` is named after what it measures."""
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
-    classes = (node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
-    for names in ((path.stem for path in MODULES if path.parent != ROOT / "jobs" / "bench"), classes):
-        count = collections.Counter(name for name in names if not name.startswith("_"))
-        assert not [name for name, times in count.items() if times > 1]
 
 
 def test_a_forbidden_import_is_detected():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ import torch
 from jobs import study as job
 from jobs.studies import declare
 from jobs.studies.declare import SIZES, load_study
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, holm, paired, spread
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, holm
 from jobs.studies.publish import as_markdown, render
 from jobs.studies.unit import cost_of
 from jobs.study import prepare_corpora, study_names
@@ -88,9 +88,12 @@ def test_studies_share_identical_runs_whatever_their_folder(tmp_path):
 
 def test_comparisons_have_intervals_and_are_corrected_for_their_number():
     """Two arms with three seeds against the third, in two measures: differences, t and p by scipy, and Holm's step."""
-    gains = {"neuclip": (0.10, 0.11, 0.12), "siglip": (0.01, -0.01, 0.02)}
-    outcomes = [outcome("openclip", seed, 0.3) for seed in range(3)]
-    outcomes += [outcome(arm, seed, 0.3 + gain[seed]) for arm, gain in gains.items() for seed in range(3)]
+    gains = {"openclip": (0, 0, 0), "neuclip": (0.10, 0.11, 0.12), "siglip": (0.01, -0.01, 0.02)}
+    outcomes = []
+    for (arm, gain), seed in itertools.product(gains.items(), range(3)):
+        scores = {"scenes/colour": 0.3 + gain[seed], "scenes/shape": 0.5 + gain[seed]}
+        result = {"curve": [{"samples": 100, "scores": scores}], "last": {"samples": 100}, "normalizers": []}
+        outcomes.append(Outcome("many-epochs", arm, seed, f"{arm}{seed}", result))
     machine = {"cores": 2, "cpu": "x"}
     data = {"size": "desk", "command": "c", "date": "2026", "units": 9, "versions": {}, "machine": machine}
     page = as_markdown(load_study("methods"), data, outcomes, [])
@@ -143,20 +146,6 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
         job.run_all(units, tmp_path, parallel=None)
 
 
-def outcome(arm: str, seed: int, score: float) -> Outcome:
-    measured = {"samples": 100, "tau": 0.05, "variance": 2.0, "cold": {"mse": 0.1, "bias": 0.0}}
-    result = {
-        "batch_size": 10,
-        "curve": [{"step": 10, "samples": 100, "scores": {"scenes/colour": score, "scenes/shape": score + 0.2}}],
-        "last": {"samples": 100, "tau": 0.05},
-        "step_ms": {"whole": 20.0 + seed, "objective": 2.0 if arm == "a" else 6.0},
-        "peak_memory_mib": 100.0,
-        "traffic_bytes_per_step": {"all_gather": 2048.0},
-        "normalizers": [{**measured, "in_use": measured["cold"]}],
-    }
-    return Outcome("many-epochs", arm, seed, f"{arm}{seed}", result)
-
-
 def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(tmp_path, monkeypatch):
     """Regression test: the second of two ended with "Address already in use", because the table names the port."""
     running: list[str] = []
@@ -171,23 +160,6 @@ def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(tmp_path, monk
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: prepare_corpora({"wide"}, size="desk", place=tmp_path), range(2)))
     assert running == ["begin", "end"] * 2
-
-
-def test_means_spreads_and_paired_differences():
-    outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2), outcome("a", 1, 0.3), outcome("b", 1, 0.5)]
-    for each, seconds in zip(outcomes, (30.0, 12.0, 20.0, 10.0), strict=True):
-        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}
-    average = spread(outcomes, "many-epochs", "a", "average")
-    assert average.values == pytest.approx((20.0, 40.0))
-    assert (average.mean, average.sd) == pytest.approx((30.0, statistics.stdev([20.0, 40.0])))
-    expected = {"difference": (10.0, 20.0), "extra_time": (100 * 4 / 20, 100 * 4 / 21), "saving": (2.5, 2.0)}
-    for kind, values in expected.items():
-        assert paired(outcomes, "many-epochs", "b", kind=kind, baseline="a").values == pytest.approx(values), kind
-    assert spread(outcomes, "many-epochs", "a", "traffic_kib") == Spread((2.0, 2.0))
-    assert spread(outcomes, "many-epochs", "b", "training_tflop") == Spread((5.0, 5.0))
-    assert curve(outcomes, "many-epochs", "a", "mse_cold") == [(100, [0.1, 0.1])]
-    assert spread(outcomes, "elsewhere", "a", "average") is None
-    assert paired([outcome("a", 0, 0.1)], "many-epochs", "a", kind="saving", baseline="a") is None
 
 
 def test_costs_are_medians_of_each_stage_times_its_steps():

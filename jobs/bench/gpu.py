@@ -59,7 +59,6 @@ BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
 TOTAL_SECONDS = 630.0
 """Of all measurements, without imports."""
-TRACED_STEPS = 3
 
 
 @dataclass
@@ -139,7 +138,7 @@ def steps(results: Results, part: str, words: Sequence[str], *, world: World, tr
         results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
         if traced and (ours := built.get("ours, openclip")):
             path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
-            trace = functools.partial(trace_steps, ours[0], TRACED_STEPS, path=path)
+            trace = functools.partial(trace_steps, ours[0], 3, path=path)
             results.measure(part, "trace", trace, seconds=MEASURE_SECONDS)
 
 

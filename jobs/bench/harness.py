@@ -36,8 +36,6 @@ KINDS = {
     "other elementwise": r"elementwise|vectorized",
 }
 """Patterns of the names of kernels, in any case; the first that is found counts."""
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of events in torch's traces."""
 
 
 def parser(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
@@ -127,7 +125,8 @@ def trace_steps(run: Callable[[int], None], steps: int, *, path: Path) -> dict[s
 def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any]:
     """Figures of a step, in milliseconds: the device's busy and idle time between its first and last event, number of
     kernels and time by kind, and the longest gaps with the kernels before and after them."""
-    work = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
+    on_device = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = sorted((e for e in events if e.get("cat") in on_device), key=lambda event: event["ts"])
     times, counts, gaps = defaultdict[str, float](float), defaultdict[str, int](int), list[tuple[float, str, str]]()
     idle, end, last = 0.0, work[0]["ts"] if work else 0.0, ""
     for event in work:

@@ -57,10 +57,8 @@ from pipeline.run_files import (
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.versions import source_commit
 
-Layout = tuple[int, int]
-"""Number of ranks, and ZeRO stage."""
-CALM: Layout = (2, 1)
-"""Of the undisturbed run, and of the run whose layout does not change."""
+CALM = (2, 1)
+"""Ranks and ZeRO stage of the undisturbed run, and of the run whose layout does not change."""
 LAYOUTS = tuple(itertools.product((1, 2, 4), (0, 1, 2, 3)))
 MOMENTS = ("start", "step", "checkpoint", "checkpoint", "evaluation")
 LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3}
@@ -178,7 +176,7 @@ def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | 
 
 
 def killed_run(
-    run: Path, *, kills: int, layouts: Sequence[Layout], steps: int, objective: str, seed: int
+    run: Path, *, kills: int, layouts: Sequence[tuple[int, int]], steps: int, objective: str, seed: int
 ) -> dict[str, int]:
     """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
     log, done, startup = run.with_suffix(".log"), Counter[str](), 5.0
@@ -216,7 +214,7 @@ def outcome(run: Path) -> dict[str, Any]:
     records, meta = read_records(run / METRICS_NAME), read_meta(finished_checkpoints(run)[-1])
     kinds = {kind: [one for one in records if one["kind"] == kind] for kind in ("event", "train", "evaluation")}
     return {
-        "epochs": {one["data"]["epoch"]: one["data"] for one in kinds["event"] if "data" in one},  # some twice
+        "epochs": {one["data"]["epoch"]: one["data"] for one in kinds["event"] if "data" in one},  # it may end twice
         "losses": {one["step"]: repr(one["loss"]) for one in kinds["train"]},
         "scores": {one["step"]: {**one, "time": None} for one in kinds["evaluation"]},
         "rollbacks": kinds["train"][-1]["rollbacks"],

@@ -29,7 +29,7 @@ SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
 COMPARED = ("loss", "tau", GAP, "samples_per_second")
 """Logged quantities whose curves are shown."""
-RESAMPLES, LEVEL = 1_000, 0.95
+LEVEL = 0.95
 Outcomes = Mapping[str, np.ndarray]
 Statistic = Callable[[np.ndarray], float]
 
@@ -190,7 +190,7 @@ def _row(name: str, scores: list[float | None], resampled: np.ndarray | None, *,
     return Row(name, scores, differences, chance=chance)
 
 
-def resample(scores: Sequence[Score | None], *, resamples: int = RESAMPLES) -> np.ndarray | None:
+def resample(scores: Sequence[Score | None], *, resamples: int = 1_000) -> np.ndarray | None:
     """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
 
     NaN for a run without a score. None if fewer than two have one, outcomes are missing, the runs were evaluated on

@@ -79,11 +79,6 @@ def test_error_messages_name_key_value_and_remedy(override, parts):
         assert part in message
 
 
-def test_required_keys_are_named():
-    with pytest.raises(UserError, match=r"batch_size is required.*output is required|output is required.*batch_size"):
-        parse_recipe({"samples": 3})
-
-
 def test_values_are_parsed_as_users_expect(tmp_path):
     assert cfg.parse_overrides(["a=1e6", "b=-2.5E-3", "c=2024-11-01", "d=1e", "e=1_000"]) == {
         "a": 1e6, "b": -2.5e-3, "c": "2024-11-01", "d": "1e", "e": 1000}  # fmt: skip

@@ -57,7 +57,6 @@ SYNONYMS = {"gpus": "ranks", "num_gpus": "ranks", "nproc": "ranks", "nproc_per_n
 """What other programs call options of ours."""
 OTHER_VALUES = ("accum_freq", "precision")
 """Options of open_clip that are settings with other values here."""
-SETTINGS_METAVAR = "KEY=VALUE"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 """torch's name of the variable, and its older one."""
@@ -115,7 +114,11 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     use_expandable_segments()
     # Imports create half a million objects: with Python's threshold of 700, collections are an eighth of a start.
     gc.set_threshold(20_000, 10, 10)
-    _keep_working_folder_off_the_path()
+    # Child processes (`python -m ...`) import our packages, and not a `pipeline.py` of the working folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if ROOT.name not in ("site-packages", "dist-packages") and str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *paths])
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -161,7 +164,7 @@ def _hint(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
         return ""
     if answer := _as_parameter(command, SYNONYMS.get(key, key), value):
         return f" {answer}"
-    if not any(SETTINGS_METAVAR in str(parameter.metavar).upper() for parameter in command.params):
+    if not any("KEY=VALUE" in str(parameter.metavar).upper() for parameter in command.params):
         return ""
     from jobs.settings import settings_named
 
@@ -207,14 +210,6 @@ def _noted_interrupts() -> list[int]:
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     return noted
-
-
-def _keep_working_folder_off_the_path() -> None:
-    """Let child processes (`python -m ...`) import our packages, and not a `pipeline.py` of the working folder."""
-    os.environ["PYTHONSAFEPATH"] = "1"
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if ROOT.name not in ("site-packages", "dist-packages") and str(ROOT) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *paths])
 
 
 def use_expandable_segments(devices: Path = Path("/dev")) -> None:

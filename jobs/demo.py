@@ -105,11 +105,7 @@ def check_corpus(scenes: Any, data: Path, run: Path) -> None:
 
 
 def ingest(scenes: Any, data: Path) -> str:
-    """Serve the corpus on 127.0.0.1 and download it like any other URL table; an interrupted download continues.
-
-    Returns:
-        A one-line summary.
-    """
+    """Serve the corpus on 127.0.0.1 and download it like any other URL table; an interrupted download continues."""
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
     from data_prep.download_config import DownloadConfig
     from data_prep.ingest import download
@@ -143,11 +139,7 @@ def _counted(manifest: Any) -> str:
 
 
 def make_suite(scenes: Any, folder: Path) -> str:
-    """Write the held-out tasks in the layout of the real benchmark.
-
-    Returns:
-        A one-line summary.
-    """
+    """Write the held-out tasks in the layout of the real benchmark."""
     from data_prep.scenes.scene_suite import write_suite
 
     if (folder / "suite.json").exists():
@@ -156,11 +148,7 @@ def make_suite(scenes: Any, folder: Path) -> str:
 
 
 def train(run: Any) -> tuple[int, str]:
-    """Train, or continue training, unless the run is complete.
-
-    Returns:
-        The exit code and a one-line summary.
-    """
+    """Train, or continue training, unless the run is complete; the exit code and a summary."""
     from pipeline.distributed.processes import preload
     from pipeline.evaluation.run.images import WORKER_IMPORTS
     from pipeline.run_files import finished_checkpoints, step_of
@@ -179,25 +167,17 @@ def train(run: Any) -> tuple[int, str]:
 
 
 def evaluate(run: str, suite: Path) -> list[str]:
-    """Evaluate every checkpoint that the run kept.
-
-    Returns:
-        One line per task, for the last checkpoint.
-    """
+    """Evaluate every checkpoint that the run kept; one line per task, for the last checkpoint."""
     from pipeline.evaluation import evaluate as evaluate_run
     from pipeline.run_files import finished_checkpoints
 
-    checkpoints = [str(path) for path in finished_checkpoints(Path(run))]
-    evaluations = evaluate_run(checkpoints, suite=suite)
-    latest = evaluations[-1]
-    lines = [
-        f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})"
-        for task, result in latest.results.items()
-    ]
-    failures = {task: text for one in evaluations for task, text in one.failures.items()}
-    if failures:
+    evaluations = evaluate_run([str(path) for path in finished_checkpoints(Path(run))], suite=suite)
+    if failures := {task: text for one in evaluations for task, text in one.failures.items()}:
         raise UserError("Not every task could be scored. " + " ".join(f"{k}: {text}" for k, text in failures.items()))
-    return lines
+    return [
+        f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})"
+        for task, result in evaluations[-1].results.items()
+    ]
 
 
 @contextmanager

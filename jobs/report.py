@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.errors import UserError
+
 
 @click.command("report", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
@@ -16,12 +18,7 @@ import click
 )
 @click.option("--caption", show_default="txt", help="Of a data set: a member's suffix, or json:FIELD.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of a data set that its manifest names.")
-def command(
-    runs: tuple[Path, ...],
-    output: Path | None,
-    caption: str | None,
-    allow_outside: bool,
-) -> None:
+def command(runs: tuple[Path, ...], output: Path | None, caption: str | None, allow_outside: bool) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several, or report.html of one data set.
 
     A RUN is a folder written by `neuclip train` or `neuclip demo`. The report lists what is missing. The HTML page
@@ -31,27 +28,23 @@ def command(
     A data set is a folder with a manifest.json, of `neuclip download`, `pairs` or `manifest`. Its page shows samples,
     what was left out and why, sizes, captions and near duplicates.
     """
-    from pipeline.errors import UserError
-    from pipeline.report import write_report
+    from pipeline import report
 
-    if data := [folder for folder in runs if (folder / "manifest.json").is_file()]:
-        if len(runs) > 1:
-            raise UserError(f"{data[0]} is a data set, not a run: report on data sets one by one.")
-        click.echo(_data_report(data[0], output, caption, allow_outside=allow_outside))
+    data = [folder for folder in runs if (folder / "manifest.json").is_file()]
+    if not data:
+        click.echo(report.write_report(runs, output=output))
         return
-    click.echo(write_report(runs, output=output))
-
-
-def _data_report(folder: Path, output: Path | None, caption: str | None, *, allow_outside: bool) -> Path:
     from data_prep.dataset.ingest_report import write_report
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
 
+    if len(runs) > 1:
+        raise UserError(f"{data[0]} is a data set, not a run: report on data sets one by one.")
     field = CaptionField.parse(caption or "txt", option="--caption")
     if caption is not None:
-        check_caption(load_manifest(folder, allow_outside=allow_outside), caption, name="--caption")
-    return write_report(folder, output=output, caption=field, allow_outside=allow_outside)
+        check_caption(load_manifest(data[0], allow_outside=allow_outside), caption, name="--caption")
+    click.echo(write_report(data[0], output=output, caption=field, allow_outside=allow_outside))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,13 @@ def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
         click.echo(page(objective_names()), nl=False)
         return
     listed = [(chapter, setting) for chapter in chapters(objective_names()) for setting in chapter.settings]
-    chosen = [(chapter, setting) for chapter, setting in listed if all(_has(setting, word) for word in words)]
+    # In the name, or in the description as a word with any ending.
+    ended = [rf"(?i)\b{re.escape(word)}(s|es|ed|ing)?\b" for word in words]
+    chosen = [
+        (chapter, one)
+        for chapter, one in listed
+        if all(word in one.key or re.search(as_word, one.meaning) for word, as_word in zip(words, ended, strict=True))
+    ]
     if not chosen:
         known = tuple(sorted({part for _, setting in listed for part in (setting.key, *setting.key.split("."))}))
         raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
@@ -112,11 +118,6 @@ def command(everything: bool, markdown: bool, words: tuple[str, ...]) -> None:
         click.echo(textwrap.fill(meaning, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if hidden:
         click.echo(f"\n{len(hidden)} expert settings are left out; --all has them.")
-
-
-def _has(setting: Setting, word: str) -> bool:
-    """Whether a setting's name contains a word, or its description has it as a word, with any ending."""
-    return word in setting.key or bool(re.search(rf"(?i)\b{re.escape(word)}(s|es|ed|ing)?\b", setting.meaning))
 
 
 def page(methods: Sequence[str]) -> str:
@@ -154,6 +155,7 @@ def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
     from data_prep.download_config import DownloadConfig
     from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watcher import WatchConfig
+    from pipeline.objectives import parse_objective
     from pipeline.training.recipe import RunConfig
     from pipeline.training.recipe_file import DEFAULT_OBJECTIVE, RecipeKeys, ScheduleKeys
 
@@ -170,25 +172,10 @@ def chapters(methods: Sequence[str]) -> Iterator[Chapter]:
         settings = [s for s in settings_of(cls, prefix=prefix) if prefix or "." not in s.key]
         settings = [s for s in settings if not s.key.startswith("validation.sources[]")]
         yield Chapter(program, heading, inspect.cleandoc(cls.__doc__ or "").strip(), settings)
-    about = OBJECTIVES.format(methods=_names(methods))
     meaning = "The method. It decides which settings follow."
-    name = Setting("objective.name", f"`{DEFAULT_OBJECTIVE}`", _names(methods), meaning)
-    yield Chapter(OBJECTIVE_TITLE, "", about, [name])
-    for group, settings in _objective_groups(methods):
-        yield Chapter(OBJECTIVE_TITLE, "All methods" if group == tuple(methods) else _names(group), "", settings)
-
-
-def _sections(program: str, whole: str, cls: Any) -> Iterator[tuple[str, str, Any, str]]:
-    yield program, whole, cls, ""
-    for name, field in cls.__pydantic_fields__.items():
-        if hasattr(field.annotation, "__pydantic_fields__") and name != "objective":
-            yield program, f"`{name}`", field.annotation, f"{name}."
-
-
-def _objective_groups(methods: Sequence[str]) -> list[tuple[tuple[str, ...], list[Setting]]]:
-    """Groups of methods that share settings, the largest first; where defaults differ, they name their methods."""
-    from pipeline.objectives import parse_objective
-
+    setting = Setting("objective.name", f"`{DEFAULT_OBJECTIVE}`", _names(methods), meaning)
+    yield Chapter(OBJECTIVE_TITLE, "", OBJECTIVES.format(methods=_names(methods)), [setting])
+    # Groups of methods that share settings, the largest first; where defaults differ, they name their methods.
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for name in methods:
         for setting in settings_of(type(parse_objective({"name": name})), prefix="objective."):
@@ -202,7 +189,15 @@ def _objective_groups(methods: Sequence[str]) -> list[tuple[tuple[str, ...], lis
         usual, *others = sorted(methods_of, key=lambda value: -len(methods_of[value]))
         default = "; ".join([usual, *(f"{_names(methods_of[value])}: {value}" for value in others)])
         groups.setdefault(tuple(defaults), []).append(Setting(key, default, allowed, meaning))
-    return sorted(groups.items(), key=lambda item: -len(item[0]))
+    for group, settings in sorted(groups.items(), key=lambda item: -len(item[0])):
+        yield Chapter(OBJECTIVE_TITLE, "All methods" if group == tuple(methods) else _names(group), "", settings)
+
+
+def _sections(program: str, whole: str, cls: Any) -> Iterator[tuple[str, str, Any, str]]:
+    yield program, whole, cls, ""
+    for name, field in cls.__pydantic_fields__.items():
+        if hasattr(field.annotation, "__pydantic_fields__") and name != "objective":
+            yield program, f"`{name}`", field.annotation, f"{name}."
 
 
 def _names(methods: Sequence[str]) -> str:
@@ -223,7 +218,15 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
         fields = (vars(base).get("__pydantic_fields__", {}).get(name) for base in cls.__mro__)
         meanings = (declared.description for declared in fields if declared)  # the class that declares it has one
         meaning = " ".join(next(filter(None, meanings), "").split())
-        yield Setting(prefix + name, _default(field), _in_yaml(_allowed(field)), _in_yaml(meaning))
+        if field.is_required():
+            default = "required"
+        elif getattr(field.default_factory, "__name__", "") == "<lambda>":  # depends on the machine: it is not printed
+            default = "computed"
+        else:
+            plain = json.loads(json.dumps(field.get_default(call_default_factory=True), default=list))
+            text = str(yaml.safe_dump(plain, default_flow_style=True, width=10_000)).strip()
+            default = f"`{text.removesuffix('...').strip()}`"
+        yield Setting(prefix + name, default, _in_yaml(_allowed(field)), _in_yaml(meaning))
         if typing.get_origin(field.annotation) in (tuple, list):
             element = section_in(typing.get_args(field.annotation)[0])
             yield from settings_of(element, prefix=f"{prefix}{name}[].") if element else ()
@@ -236,16 +239,6 @@ def _in_yaml(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if getattr(field.default_factory, "__name__", "") == "<lambda>":  # depends on the machine, so it is not printed
-        return "computed"
-    plain = json.loads(json.dumps(field.get_default(call_default_factory=True), default=list))
-    text = str(yaml.safe_dump(plain, default_flow_style=True, width=10_000)).strip()
-    return f"`{text.removesuffix('...').strip()}`"
-
-
 def _allowed(field: FieldInfo) -> str:
     """The kind of value and its range, for example `integer ≥ 1`, `number in [0, 1)` or "`cosine` or `constant`"."""
     bounds: dict[str, str] = {}
@@ -253,17 +246,14 @@ def _allowed(field: FieldInfo) -> str:
         registry = getattr(getattr(item, "func", None), "__self__", None)
         if isinstance(registry, Registry):
             return _either([f"`{name}`" for name in registry.names()])
-        bounds |= {name: _figure(getattr(item, name)) for name in SIGNS if hasattr(item, name)}
+        limited = {name: getattr(item, name) for name in SIGNS if hasattr(item, name)}
+        bounds |= {name: f"{end:,}" if isinstance(end, int) else f"{end:g}" for name, end in limited.items()}
     limits = "".join(f" {SIGNS[name]} {bound}" for name, bound in bounds.items())
     if len(bounds) == 2:
         ends = ", ".join(bounds[name] for name in SIGNS if name in bounds)
         limits = f" in {'(' if 'gt' in bounds else '['}{ends}{')' if 'lt' in bounds else ']'}"
     kind = _kind(field.annotation)
     return kind.replace(" or null", f"{limits} or null") if " or null" in kind else kind + limits
-
-
-def _figure(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _kind(hint: Any) -> str:

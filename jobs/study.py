@@ -72,13 +72,12 @@ def command(
     chosen = units if unit is None else [units[unit]]
     failed = {} if only_render else run_units(study, chosen, size=size, place=place, parallel=parallel)
     if unit is None:
-        from jobs.studies.outcomes import read_outcomes
         from jobs.studies.publish import publish
 
-        outcomes, options = read_outcomes(units, place), f" --size {size}" if size != "desk" else ""
-        shown = " ".join([f"neuclip study {name}{options}", *overrides])
-        files = publish(name, size=size, units=units, outcomes=outcomes, folder=place / name, command=shown)
-        click.echo(f"{len(outcomes)} of {len(units)} runs in {place / name}: {', '.join(file.name for file in files)}")
+        shown = " ".join([f"neuclip study {name}", *([f"--size {size}"] if size != "desk" else []), *overrides])
+        files = publish(name, size=size, units=units, place=place, command=shown)
+        done = sum(one.is_done(place) for one in units)
+        click.echo(f"{done} of {len(units)} runs in {place / name}: {', '.join(file.name for file in files)}")
     for label, code in failed.items():
         click.echo(f"FAILED: {label} (exit code {code})", err=True)
     return 1 if failed else 0
@@ -91,14 +90,23 @@ def study_names() -> tuple[str, ...]:
 
 
 def run_units(study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None) -> dict[str, int]:
-    """Run the units that are not finished. Returns the exit codes of failed runs by label."""
+    """Run the units that are not finished. Returns the exit codes of failed runs by label.
+
+    Raises:
+        UserError: Local shards of a run, which studies do not make themselves, are missing.
+    """
     from jobs.studies.declare import SPEC_NAME, load_size
 
     left = [each for each in {unit.key: unit for unit in units}.values() if not each.is_done(place)]
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
     if not left:
         return {}
-    check_data(left)
+    named = {source.manifest for unit in left if unit.corpus is None for source in unit.run.data.sources}
+    if missing := sorted(path for path in named if "://" not in path and not Path(path).exists()):
+        raise UserError(
+            f"The runs need {', '.join(missing)}, which this machine does not have: make the shards first (a comment "
+            "in the study's or the recipe's YAML file has the command), or name others with data.sources=FOLDER."
+        )
     data = prepare_corpora({each.corpus for each in left if each.corpus}, size=size, place=place)
     for each in left:
         overrides = [*each.overrides, f"output={each.folder(place)}"]
@@ -107,23 +115,8 @@ def run_units(study: Study, units: list[Unit], *, size: str, place: Path, parall
             if study.measure != "none":  # timing runs are not evaluated
                 overrides.append(f"evaluation.suite={data[each.corpus] / 'suite'}")
         spec = {"label": each.label, "recipe": str(each.recipe), "overrides": overrides, "measure": study.measure}
-        write_json(each.folder(place) / SPEC_NAME, {**spec, "anchors": load_size(size).anchors})
+        write_json(each.folder(place) / SPEC_NAME, {**spec, "anchors": load_size(size)["anchors"]})
     return run_all(left, place, parallel=1 if study.alone else parallel)
-
-
-def check_data(units: list[Unit]) -> None:
-    """Check that the data which studies do not make themselves is there.
-
-    Raises:
-        UserError: Local shards of a run are missing.
-    """
-    named = {source.manifest for unit in units if unit.corpus is None for source in unit.run.data.sources}
-    missing = sorted(path for path in named if "://" not in path and not Path(path).exists())
-    if missing:
-        raise UserError(
-            f"The runs need {', '.join(missing)}, which this machine does not have: make the shards first (a comment "
-            "in the study's or the recipe's YAML file has the command), or name others with data.sources=FOLDER."
-        )
 
 
 def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Path]:
@@ -138,32 +131,16 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, Pat
 
     folders = {name: place / "data" / name for name in sorted(names)}
     for name, folder in folders.items():
-        corpus = load_size(size).corpora[name]
-        held_out = {"held_out": corpus.held_out, "retrieval_pairs": corpus.held_out}
-        scenes = ScenesConfig(pairs=corpus.pairs, image_size=corpus.image_size, faults=(), **held_out)
+        corpus = load_size(size)["corpora"][name]
+        scenes = ScenesConfig(**corpus, retrieval_pairs=corpus["held_out"], faults=())
         with file_lock(folder / "lock"):  # the tasks of a job array start at the same time
             ingest(scenes, folder)
             make_suite(scenes, folder / "suite")
     return folders
 
 
-def command_of(unit: Unit, folder: Path) -> list[str]:
-    """The command that runs a unit, whose specification is in `folder`: plain Python for one rank, else torchrun."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(unit.ranks), "-m"]
-    return [sys.executable, "-m", *(torchrun if unit.ranks > 1 else []), "jobs.studies.unit", str(folder)]
-
-
-def usable_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
-
-
 def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dict[str, int]:
-    """Run units, each with its specification in its folder below `output`, and each on GPUs of its own.
+    """Run units, each with its specification in its folder below `output`, and on GPUs of its own if there are any.
 
     A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 terminates the running ones, which can be
     continued later.
@@ -175,7 +152,12 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dic
         KeyboardInterrupt: One of these signals was received.
         UserError: A unit needs more GPUs than there are.
     """
-    gpus, largest = usable_gpus(), max(units, key=lambda unit: unit.ranks)
+    import torch
+
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(available)))
+    gpus = [name.strip() for name in visible.split(",")][:available]
+    largest = max(units, key=lambda unit: unit.ranks)
     if gpus and largest.ranks > len(gpus):
         raise UserError(f"{largest.label} needs {largest.ranks} GPUs, but {len(gpus)} are visible here.")
     free, places = queue.SimpleQueue[list[str]](), len(gpus) // largest.ranks
@@ -195,8 +177,11 @@ def run_all(units: Sequence[Unit], output: Path, *, parallel: int | None) -> dic
             environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         try:
             with (folder / "log.txt").open("ab") as log:
-                words = command_of(unit, folder)
-                process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(unit.ranks), "-m"]
+                words = ["-m", *(torchrun if unit.ranks > 1 else []), "jobs.studies.unit", str(folder)]
+                process = subprocess.Popen(
+                    [sys.executable, *words], env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
             processes.append(process)
             code = process.wait()
         finally:

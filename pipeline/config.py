@@ -13,7 +13,6 @@ import logging
 import re
 import types
 import typing
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -39,7 +38,15 @@ def section(cls: type[T]) -> type[T]:
 
     True and false are no numbers in it, though Python takes them for 1 and 0.
     """
-    cls._numbers_only = pydantic.field_validator("*", mode="before")(_no_boolean)  # type: ignore[attr-defined]
+
+    def no_boolean(cls: Any, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if any(isinstance(part, bool) for part in (value if isinstance(value, list | tuple) else [value])):
+            kinds = _types_in(cls.__pydantic_fields__[info.field_name].annotation)
+            if (int in kinds or float in kinds) and bool not in kinds:
+                raise ValueError("should be a valid number, not true or false")
+        return value
+
+    cls._numbers_only = pydantic.field_validator("*", mode="before")(no_boolean)  # type: ignore[attr-defined]
     settings = pydantic.ConfigDict(
         extra="forbid",
         validate_default=True,
@@ -48,15 +55,6 @@ def section(cls: type[T]) -> type[T]:
         use_attribute_docstrings=True,
     )
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # type: ignore[return-value]
-
-
-def _no_boolean(cls: Any, value: Any, info: pydantic.ValidationInfo) -> Any:
-    """`value`, unless it is, or lists, a boolean where the type of the field is made of numbers."""
-    if any(isinstance(part, bool) for part in (value if isinstance(value, list | tuple) else [value])):
-        kinds = _types_in(cls.__pydantic_fields__[info.field_name].annotation)
-        if (int in kinds or float in kinds) and bool not in kinds:
-            raise ValueError("should be a valid number, not true or false")
-    return value
 
 
 def _types_in(hint: Any) -> list[Any]:
@@ -72,13 +70,12 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        counts = Counter(str(key.value) for key in keys)
-        for key in keys:
-            if counts[str(key.value)] > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice in one mapping", key.start_mark
-                )
+        seen = set[str]()
+        for key in [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]:
+            if str(key.value) in seen:
+                what = f"the key {key.value!r} is given twice in one mapping"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -127,13 +124,17 @@ def parse_overrides(overrides: Iterable[str]) -> Tree:
         if not equals or not all(key.split(".")):
             raise UserError(f"Override {text!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
         try:
-            leaf: Any = parse_yaml(value) if value else None
-            for part in reversed(key.split(".")):
-                leaf = {part: leaf}
-            tree = merge(tree, leaf)
+            tree = merge(tree, _nested(key, parse_yaml(value) if value else None))
         except ValueError as error:
             raise UserError(f"The value in override {text!r} is not valid YAML: {error}") from error
     return tree
+
+
+def _nested(key: str, value: Any) -> Tree:
+    """`"a.b", 1` -> `{"a": {"b": 1}}`."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
@@ -177,12 +178,9 @@ def first_problem(error: pydantic.ValidationError, *, file: str) -> str:
 def keys(cls: Any) -> list[str]:
     """Every dotted key of a section class, depth first."""
     names: list[str] = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        inner = section_in(hints[field.name])
-        names.append(field.name)
-        if inner is not None:
-            names.extend(f"{field.name}.{key}" for key in keys(inner))
+    for name, field in cls.__pydantic_fields__.items():
+        inner = section_in(field.annotation)
+        names += [name, *(f"{name}.{key}" for key in (keys(inner) if inner else ()))]
     return names
 
 
@@ -226,14 +224,6 @@ SYNONYMS = {
 }  # fmt: skip
 
 
-def _nearest(key: str, valid: list[str]) -> str | None:
-    """The valid key that was meant: one of the same name in another section, a synonym's, or the closest spelling."""
-    last = key.rpartition(".")[2]
-    same = [name for name in valid if name.rpartition(".")[2] == SYNONYMS.get(last, last)]
-    matches = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
-    return matches[0] if matches else None
-
-
 def departed(key: str) -> str | None:
     """What `DEPARTED` says of a dotted key, or of a whole section."""
     names = (name for name in DEPARTED if key == name or (name.endswith(".") and f"{key}.".startswith(name)))
@@ -242,50 +232,38 @@ def departed(key: str) -> str | None:
 
 def without_departed(stored: Mapping[str, Any], *, file: str | Path) -> Tree:
     """An earlier version's stored configuration without the settings that are gone; those that were set are logged."""
-    gone = list[str]()
-
-    def without(tree: Mapping[str, Any], prefix: str) -> Tree:
-        kept: Tree = {}
-        for key, value in tree.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and value:
-                if (section := without(value, f"{name}.")) or departed(name) is None:
-                    kept[key] = section
-            elif departed(name) is None and (name, str(value)) not in VALUES:
-                kept[key] = value
-            elif value not in UNSET:
-                gone.append(f"{name} = {value!r}")
-        return kept
-
-    current = without(stored, "")
+    current, gone = Tree(), list[str]()
+    for name, value in flatten(stored).items():
+        if departed(name) is None and (name, str(value)) not in VALUES:
+            current = merge(current, _nested(name, value))
+        elif value not in UNSET:
+            gone.append(f"{name} = {value!r}")
     if gone:
         log.warning("%s: settings of an earlier version are ignored: %s.", file, ", ".join(gone))
     return current
 
 
-def _explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
-    if instead := departed(key):
-        return f"The setting {key} (given {value!r}) was removed. {instead}"
-    nearest = _nearest(key, valid)
-    siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
-    hint = f" The nearest valid key is {nearest}." if nearest else ""
-    allowed = ", ".join(sibling.rpartition(".")[2] for sibling in siblings)
-    here = f" Valid here: {allowed}." if allowed else ""
-    return f"Unknown key {key} (given {value!r}).{hint}{here}"
-
-
 def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
-    key = dot + ".".join(str(part) for part in problem["loc"])
+    key, value = dot + ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "unexpected_keyword_argument":
-        return _explain_unknown(key, problem["input"], valid=valid)
+        if instead := departed(key):
+            return f"The setting {key} (given {value!r}) was removed. {instead}"
+        # One of the same name in another section, a synonym's, or the closest spelling.
+        above, _, last = key.rpartition(".")
+        same = [name for name in valid if name.rpartition(".")[2] == SYNONYMS.get(last, last)]
+        nearest = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
+        siblings = [name.rpartition(".")[2] for name in valid if name.rpartition(".")[0] == above]
+        hint = f" The nearest valid key is {nearest[0]}." if nearest else ""
+        here = f" Valid here: {', '.join(siblings)}." if siblings else ""
+        return f"Unknown key {key} (given {value!r}).{hint}{here}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is required and was not given."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if not problem["loc"]:
         return message.rstrip(".") + "."
-    if left := VALUES.get((key, str(problem["input"]))):
-        return f"{key} = {problem['input']!r} was removed. {left}"
-    shown = problem["input"] if not dataclasses.is_dataclass(problem["input"]) else "this section"
+    if left := VALUES.get((key, str(value))):
+        return f"{key} = {value!r} was removed. {left}"
+    shown = value if not dataclasses.is_dataclass(value) else "this section"
     return f"{key} = {shown!r}: {message.rstrip('.')}."
 
 

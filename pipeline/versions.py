@@ -13,11 +13,9 @@ PACKAGES = ("neuclip", "torch", "torchvision", "deepspeed", "open_clip_torch", "
 
 @functools.cache
 def version_of(package: str) -> str:
-    """A package's installed version, or "absent".
+    """A package's installed version, or "absent", as `neuclip` is in a copy of the repository that is not installed.
 
     It is read once: checkpoints state it, also when no more files can be opened.
-
-    `neuclip` itself is absent where a copy of the repository is used without installing it.
     """
     try:
         return metadata.version(package)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1400, 390)
 SMALLEST = 12.0
 """Pixels of the smallest text on a phone."""
@@ -29,22 +28,14 @@ TEXT_SIZES = """() => {
 }"""
 
 
-def chromium() -> str:
-    """Return the path of the browser; skip the test if the browser or playwright is not installed."""
-    pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[browser]'")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    return path
-
-
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Start the browser, and close it at the end."""
-    path = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
+    """Start the browser, and close it at the end; skip the test if it or playwright is not installed."""
+    api = pytest.importorskip("playwright.sync_api", reason="not installed: pip install -e '.[browser]'")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
+    with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             yield started

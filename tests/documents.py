@@ -99,20 +99,15 @@ def _neuclip(arguments: list[str]) -> None:
         check_job(arguments[0], arguments[1:])
 
 
-def _module(module: str, arguments: list[str]) -> None:
-    if module.startswith(("jobs.bench.", "data_prep.")):
-        _runnable(module, arguments)
-    else:
-        assert module.startswith("jobs."), module
-        check_job(module.removeprefix("jobs."), arguments)
-
-
 class _Parsed(Exception):
     """Raised when the parser has accepted the arguments, so that the command itself does not run."""
 
 
-def _runnable(module: str, arguments: list[str]) -> None:
-    """Run a module until its argparse or click parser has accepted the arguments."""
+def _module(module: str, arguments: list[str]) -> None:
+    """Check a job, or run another program until its argparse or click parser has accepted the arguments."""
+    if not module.startswith(("jobs.bench.", "data_prep.")):
+        check_job(module.removeprefix("jobs."), arguments)
+        return
     real = argparse.ArgumentParser.parse_args
 
     def parse_only(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -157,14 +152,9 @@ def _sbatch(arguments: list[str]) -> None:
 
 def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> Iterator[list[str]]:
     """Yield the commands that one of our scripts would run."""
-    done = subprocess.run(
-        ["bash", script, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment, "CONTAINER": "", "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables = {**os.environ, **environment, "CONTAINER": "", "DRY_RUN": "1"}
+    words = ["bash", script, *arguments]
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     printed = [shlex.split(text) for text in (done.stdout + done.stderr).splitlines()]
     commands = [words for words in printed if words and words[0] in ("neuclip", "python", "sbatch")]
@@ -176,9 +166,8 @@ def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> 
 
 
 def _make(arguments: list[str]) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in (word for word in arguments if "=" not in word):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
 
 
 def _container(arguments: list[str]) -> None:

@@ -52,18 +52,23 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def on_page_content(html_text: str, **_: Any) -> str:
     """TeX to MathML, which browsers draw themselves."""
-    return FORMULA.sub(_mathml, html_text)
+
+    def mathml(match: re.Match[str]) -> str:
+        tex = html.unescape(match[3]).strip().replace(r"\gt", ">").replace(r"\lt", "<")
+        return convert(tex, display="block" if match[2] == "[" else "inline")
+
+    return FORMULA.sub(mathml, html_text)
 
 
 def packages() -> dict[str, list[str]]:
     """The public interface with what it offers, then the packages of the library with their public modules."""
-    found = {"neuclip": ["neuclip", *(".".join(place) for place in neuclip._PUBLIC.values())]}
+    modules = {"neuclip": ["neuclip", *(".".join(place) for place in neuclip._PUBLIC.values())]}
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         inner = ("pipeline", "pipeline.errors")  # UserError is on the page of the public interface
         if path.read_text(encoding="utf-8").strip() and module not in inner:
-            found.setdefault(".".join(module.split(".")[:2]), []).append(module)
-    return found
+            modules.setdefault(".".join(module.split(".")[:2]), []).append(module)
+    return modules
 
 
 def relinked(text: str, source: str) -> str:
@@ -81,9 +86,3 @@ def relinked(text: str, source: str) -> str:
         return f"{label}({page}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(replace, text).replace('="docs/', '="')
-
-
-def _mathml(match: re.Match[str]) -> str:
-    display = "block" if match[2] == "[" else "inline"
-    tex = html.unescape(match[3]).strip().replace(r"\gt", ">").replace(r"\lt", "<")
-    return convert(tex, display=display)

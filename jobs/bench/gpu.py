@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -59,13 +59,6 @@ BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
 TOTAL_SECONDS = 630.0
 """Of all measurements, without imports."""
-TRACED_STEPS = 3
-NETWORK = (
-    "objective.npn_update=replicated", "objective.npn_update=prototypes",
-    "objective.npn_update=replicated objective.npn_compile=true",
-    "objective.npn_update=prototypes objective.npn_compile=true",
-)  # fmt: skip
-"""Every rank updates the whole network, or its own prototypes."""
 
 
 @dataclass
@@ -76,76 +69,60 @@ class Results:
     tiny: bool
     seconds: float
     """For all measurements."""
-    found: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     """By part and measurement."""
     failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine()}
+        machine: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
+        machine |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
+        if shutil.which("nvidia-smi"):
+            query = "--query-gpu=name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
+            done = subprocess.run(["nvidia-smi", query, "--format=csv"], capture_output=True, text=True)
+            machine["nvidia-smi"] = done.stdout.splitlines()
+        self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine}
         self.write()
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self._start)
 
     def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
         """Record what `call` returns, or why there is nothing, and return it; it has as many seconds, or what is left.
 
         What cannot be written as JSON (a contender) is not recorded.
         """
-        begin, limit, value = time.monotonic(), min(seconds, self.left), None
+        begin, value = time.monotonic(), None
+        limit = min(seconds, self.seconds - (begin - self._start))
         outcome: dict[str, Any] = {"status": "done"}
         if limit < 1:
             outcome["status"] = "left out: no time was left"
         else:
             print(f"{part}, {name} ...", flush=True)
+
+            def stop(*_: object) -> None:
+                raise OutOfTime(f"not done after {limit:.0f} s")
+
+            before = signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, limit)
             try:
-                with alarm(limit):
-                    value = call()
+                value = call()
             except (Exception, OutOfTime) as error:
                 outcome["status"] = f"failed: {type(error).__name__}: {error}"[:2000]
                 self.failed.append(f"{part}, {name}")
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
         outcome["seconds"] = round(time.monotonic() - begin, 1)
         if isinstance(value, dict):
             outcome["result"] = value
-        self.found.setdefault(part, {})[name] = outcome
+        self.measured.setdefault(part, {})[name] = outcome
         self.write()
         print(f"{part}, {name}: {outcome['status']}, {outcome['seconds']} s", flush=True)
         return value
 
     def write(self) -> None:
-        write_json(self.path, {**self._facts, "parts": self.found})
+        write_json(self.path, {**self._facts, "parts": self.measured})
 
 
 class OutOfTime(BaseException):
     """A measurement takes too long. No handler of errors on the way takes it for one."""
-
-
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Inside, OutOfTime is raised after so many seconds."""
-
-    def stop(*_: object) -> None:
-        raise OutOfTime(f"not done after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the package versions."""
-    facts: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
-    facts |= {"cpu": torch.backends.cpu.get_cpu_capability(), "cuda": torch.version.cuda}
-    if shutil.which("nvidia-smi"):
-        query = "name,memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
-        facts["nvidia-smi"] = done.stdout.splitlines()
-    return facts
 
 
 def steps(results: Results, part: str, words: Sequence[str], *, world: World, traced: bool = True) -> None:
@@ -161,7 +138,7 @@ def steps(results: Results, part: str, words: Sequence[str], *, world: World, tr
         results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
         if traced and (ours := built.get("ours, openclip")):
             path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
-            trace = functools.partial(trace_steps, ours[0], TRACED_STEPS, path=path)
+            trace = functools.partial(trace_steps, ours[0], 3, path=path)
             results.measure(part, "trace", trace, seconds=MEASURE_SECONDS)
 
 
@@ -190,12 +167,6 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
 
         train("start", steps * 2 // 3)
         train("resume", steps, "--resume", "latest")
-
-
-def cuda_tests(results: Results, part: str) -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
-    take = functools.partial(program, *words, tiny=results.tiny)
-    results.measure(part, "test_cuda.py", lambda: {"output": take()}, seconds=RUN_SECONDS)
 
 
 def program(*words: str, tiny: bool) -> list[str]:
@@ -237,13 +208,6 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return counts | {name: float(median(measured)) for name, measured in values.items() if measured}
 
 
-def free_memory() -> None:
-    """Of the GPU, for the next part: engines and compiled programs refer to each other."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     """All measurements, most valuable first."""
     rounds = ["--device", "cuda", "--rounds", "5", "--steps", "4"]
@@ -257,15 +221,18 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
         run = ["model.arch=scenes-vit-micro", "engine.device=cpu", "data.streams=4", "data.workers=0"]
         run += ["objective.prototypes=16", "evaluation.workers=0"]
     openclip = ["--objectives", "openclip", *rounds]
-    for variant in NETWORK[: 2 if results.tiny else None]:
-        gathered += ["--variant", f"objective.name=neuclip {variant}"]
+    for compiled in ("",) if results.tiny else ("", " objective.npn_compile=true"):
+        for update in ("replicated", "prototypes"):  # every rank updates the whole network, or its own prototypes
+            gathered += ["--variant", f"objective.name=neuclip objective.npn_update={update}{compiled}"]
     whole = ["--variant", "model.text_batching=whole"]
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
+    tests = functools.partial(program, *words, tiny=results.tiny)
     return {
         "b16": lambda: steps(results, "b16", [*b16, *whole, *openclip], world=world),
         "b32": lambda: steps(results, "b32", [*b32, *openclip], world=world),
         "run": lambda: whole_run(results, "run", run, batch=16 if results.tiny else 1024),
         "network": lambda: steps(results, "network", [*gathered, *openclip], world=world, traced=False),
-        "tests": lambda: cuda_tests(results, "tests"),
+        "tests": lambda: results.measure("tests", "test_cuda.py", lambda: {"output": tests()}, seconds=RUN_SECONDS),
     }
 
 
@@ -275,23 +242,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
-    check_start(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    results = Results(args.output, args.tiny, TOTAL_SECONDS)
-    with start_world(device="cpu" if args.tiny else "cuda") as world:
-        for name, take in parts(results, world=world).items():
-            if not args.only or name in args.only:
-                take()
-                free_memory()
-    print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
-    return 1 if results.failed else 0
-
-
-def check_start(args: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is."""
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --tiny runs every part "
@@ -303,6 +253,20 @@ def check_start(args: argparse.Namespace) -> None:
     except OSError as error:
         raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
     use_expandable_segments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    results = Results(args.output, args.tiny, TOTAL_SECONDS)
+    with start_world(device="cpu" if args.tiny else "cuda") as world:
+        for name, take in parts(results, world=world).items():
+            if not args.only or name in args.only:
+                take()
+                torch.compiler.reset()  # engines and compiled programs refer to each other
+                gc.collect()
+                torch.cuda.empty_cache()
+    print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
+    return 1 if results.failed else 0
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ KINDS = {
     "other elementwise": r"elementwise|vectorized",
 }
 """Patterns of the names of kernels, in any case; the first that is found counts."""
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of events in torch's traces."""
 
 
 def parser(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
@@ -127,11 +125,13 @@ def trace_steps(run: Callable[[int], None], steps: int, *, path: Path) -> dict[s
 def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any]:
     """Figures of a step, in milliseconds: the device's busy and idle time between its first and last event, number of
     kernels and time by kind, and the longest gaps with the kernels before and after them."""
-    work = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
+    on_device = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = sorted((e for e in events if e.get("cat") in on_device), key=lambda event: event["ts"])
     times, counts, gaps = defaultdict[str, float](float), defaultdict[str, int](int), list[tuple[float, str, str]]()
     idle, end, last = 0.0, work[0]["ts"] if work else 0.0, ""
     for event in work:
-        kind = kind_of(event)
+        matching = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
+        kind = "transfers" if event["cat"] != "kernel" else next(matching, "other")
         times[kind] += event["dur"]
         counts[kind] += 1
         if event["ts"] > end:
@@ -152,11 +152,3 @@ def summary(events: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any
             {"us": gap, "after": before[:80], "before": after[:80]} for gap, before, after in sorted(gaps)[:-9:-1]
         ],
     }
-
-
-def kind_of(event: Mapping[str, Any]) -> str:
-    """The kind of work of an event on the device."""
-    if event["cat"] != "kernel":
-        return "transfers"
-    kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.IGNORECASE))
-    return next(kinds, "other")

@@ -10,11 +10,10 @@ sizes, are evaluated every few steps, roll back once or more (the loss of three 
 batches in later epochs), and copy their checkpoints to a mirror.
 
 Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
-would), and fall into the start, into steps, into the writing of checkpoints, into evaluations, and between the last
-checkpoint of a stage and the first of the next, at least once. After some of them the checkpoints on disk are removed,
-and the mirror's are used. The result, one JSON file, says whether every epoch had the same samples in the same order as
-in the undisturbed run, how far losses differ, and whether weights, losses, scores and rollbacks are the same bits. Exit
-code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+would), and fall into the start, into steps, into the writing of checkpoints and into evaluations. After some of them
+the checkpoints on disk are removed, and the mirror's are used. The result, one JSON file, says whether every epoch had
+the same samples in the same order as in the undisturbed run, how far losses differ, and whether weights, losses, scores
+and rollbacks are the same bits. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves time.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ import multiprocessing
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ from data_prep.scenes.scene_suite import write_suite
 from jobs.bench.loader import make_shards
 from pipeline.distributed.world import World, free_port
 from pipeline.files import write_json
-from pipeline.objectives import ObjectiveOutput
+from pipeline.objectives import Objective, ObjectiveOutput
 from pipeline.run_files import (
     FOLDER_NAME,
     META_NAME,
@@ -59,134 +57,96 @@ from pipeline.run_files import (
 from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.versions import source_commit
 
-RANKS, STAGES = (1, 2, 4), (0, 1, 2, 3)
-SAME = (2, 1)
+CALM = (2, 1)
 """Ranks and ZeRO stage of the undisturbed run, and of the run whose layout does not change."""
+LAYOUTS = tuple(itertools.product((1, 2, 4), (0, 1, 2, 3)))
 MOMENTS = ("start", "step", "checkpoint", "checkpoint", "evaluation")
-LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3, "border": 1.0}
+LONGEST_WAIT = {"start": 0.0, "step": 0.5, "checkpoint": 0.03, "evaluation": 0.3}
 """Seconds after the moment is reached."""
-NEAR_BORDER = 4
-"""A run that starts at most so many steps before the border of its stages is killed just after it."""
 DISK_LOST = 0.15
 """Share of the kills after which the checkpoints on disk are gone, too."""
 BATCH = 16
 STEPS_PER_KILL = 3
 """So many steps are there for each kill; most starts advance by one or two."""
-SECONDS_TO_FOLLOW = 2.0
-SECONDS_PER_START = 1200.0
-POISON: set[int] = set()
-"""Sample ids: the loss of a batch that holds one of them is NaN."""
+SECONDS_TO_FOLLOW, SECONDS_PER_START = 2.0, 1200.0
 BAD_STEPS = range(7, 10)
-"""The batches of the first epoch that are poisoned."""
-BORDER = 0.5
-"""Where the second stage begins, as a share of the run."""
-NEUCLIP = ("objective.prototypes=48", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5")
+"""The batches of the first epoch whose loss is NaN."""
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
 NEAR_ZERO = 0.01
 """Losses below this are compared as if they were this large: SogCLR's crosses zero, its terms of about 1 do not."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run and how it is killed."""
-
-    name: str
-    kills: int
-    steps: int
-    """Of the whole run, in batches of BATCH."""
-    layouts: Sequence[tuple[int, int]]
-    """Ranks and ZeRO stages of its starts."""
-    objective: str
-
-    @property
-    def border(self) -> int:
-        """The step at which the second stage begins."""
-        return round(BORDER * self.steps)
-
-
-def settings(work: Path, case: Case, *, stage: int) -> list[str]:
+def settings(run: Path, *, steps: int, stage: int, objective: str) -> list[str]:
+    neuclip = ("objective.prototypes=48", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5")
     return [
-        f"output={work / case.name}",
-        f"data.sources={work / 'shards'}",
-        f"samples={case.steps * BATCH}",
+        f"output={run}",
+        f"data.sources={run.parent / 'shards'}",
+        f"samples={steps * BATCH}",
         f"batch_size={BATCH}",
         f"engine.deepspeed=zero{stage}_fp32",
         *("data.streams=8", "data.shuffle_buffer=10", "data.workers=0", "model.arch=scenes-vit-micro"),
         *("optimizer.eps=1e-5", "schedule.warmup_steps=3", "ema.decay=0.9", "checkpoint.every=1"),
         *("engine.device=cpu", "engine.probe=false", "engine.timeout_minutes=10", "engine.lost_rank_seconds=300"),
         *("telemetry.every=1", "telemetry.tensorboard=false", "telemetry.progress=quiet"),
-        *(f"schedule.stages=[{{until: {BORDER}, image_size: 16}}]", "max_skipped_steps=2", "max_rollbacks=5"),
-        *(f"evaluation.suite={work / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
-        *(f"checkpoint.mirror=file://{work / 'mirror'}",),
-        *(f"objective.name={case.objective}", *(NEUCLIP if case.objective == "neuclip" else ())),
+        *("schedule.stages=[{until: 0.5, image_size: 16}]", "max_skipped_steps=2", "max_rollbacks=5"),
+        *(f"evaluation.suite={run.parent / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
+        *(f"checkpoint.mirror=file://{run.parent / 'mirror'}",),
+        *(f"objective.name={objective}", *(neuclip if objective == "neuclip" else ())),
     ]
 
 
-def poison_objective() -> None:
-    """From now on, the loss of a batch with a sample in POISON is NaN; the other ranks learn it from this one's."""
-    from pipeline.objectives import Objective
+def poison(run: RunConfig) -> None:
+    """From now on, the loss of a batch with one of a few samples is NaN: of one sample of each batch of BAD_STEPS.
 
+    The order of samples is the same for any number of ranks; the other ranks learn the loss from this one's.
+    """
+    from pipeline.model.towers import build_towers
+    from pipeline.training.build import loader_of
+
+    architecture, bad = build_towers(run.model, seed=0, device="meta")[1], set[int]()
+    with loader_of(run, architecture=architecture, world=World()) as loader:
+        for step in range(max(BAD_STEPS) + 1):
+            batch = next(loader)
+            if step in BAD_STEPS:
+                bad.add(int(batch.sample_id[0]))
     plain = Objective.compute
 
     @functools.wraps(plain)
     def compute(self: Objective, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         output = plain(self, image, text, sample_ids=sample_ids)
-        bad = bool(POISON.intersection(sample_ids.tolist()))
-        return replace(output, loss=output.loss * float("nan")) if bad else output
+        return replace(output, loss=output.loss * math.nan) if bad.intersection(sample_ids.tolist()) else output
 
     setattr(Objective, "compute", compute)  # noqa: B010 (mypy refuses the assignment)
 
 
-def choose_poison(run: RunConfig) -> None:
-    """Poison one sample of each batch of BAD_STEPS; the order of samples is the same for any number of ranks."""
-    from pipeline.model.towers import build_towers
-    from pipeline.training.build import loader_of
-
-    architecture = build_towers(run.model, seed=0, device="meta")[1]
-    with loader_of(run, architecture=architecture, world=World()) as loader:
-        for step in range(max(BAD_STEPS) + 1):
-            batch = next(loader)
-            if step in BAD_STEPS:
-                POISON.add(int(batch.sample_id[0]))
-
-
 def start(arguments: list[str], *, ranks: int, log: Path) -> list[ForkProcess]:
     """Fork the ranks of a run from this process, which has imported the heavy packages."""
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=run_rank, args=(arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}, log))
-        for rank in range(ranks)
-    ]
+    port = free_port()
+
+    def run_rank(rank: int) -> None:
+        from jobs.cli import run as run_command
+        from jobs.train import command
+
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        run_command(command, arguments, prog_name="jobs.train")
+
+    processes = [multiprocessing.get_context("fork").Process(target=run_rank, args=(rank,)) for rank in range(ranks)]
     for process in processes:
         process.start()
     return processes
-
-
-def run_rank(arguments: list[str], environment: dict[str, Any], log: Path) -> None:
-    from jobs.cli import run as run_command
-    from jobs.train import command
-
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    sys.argv = ["jobs.train", *arguments]
-    run_command(command, prog_name="jobs.train")
 
 
 def last_step(run: Path) -> int:
     return max(map(step_of, finished_checkpoints(run)), default=0)
 
 
-def wait_for_moment(
-    run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float, border: int
-) -> None:
-    """Return at a random time in one of MOMENTS, after the `border` of two stages ("border"), or at the run's end.
-
-    A start takes about `seconds`.
-    """
+def wait_for_moment(run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float) -> None:
+    """Return at a random time in one of MOMENTS, or at the run's end; a start takes about `seconds`."""
     here, tested = last_step(run), set((run / "evaluation").glob("step-*"))
     deadline = time.monotonic() + (draw.uniform(0, seconds) if moment == "start" else SECONDS_PER_START)
 
@@ -195,9 +155,7 @@ def wait_for_moment(
             time.sleep(0.0005 if moment == "checkpoint" else 0.01)
 
     wait_until(lambda: last_step(run) > here)  # also at a "start": one rank starts faster than four
-    if moment == "border":
-        wait_until(lambda: last_step(run) >= border)
-    elif moment == "evaluation":
+    if moment == "evaluation":
         wait_until(lambda: set((run / "evaluation").glob("step-*")) > tested)
     elif moment == "checkpoint":
         wait_until(lambda: any((run / FOLDER_NAME).glob(f".{PREFIX}*")))
@@ -217,28 +175,27 @@ def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | 
     return [process.exitcode for process in processes]
 
 
-def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
+def killed_run(
+    run: Path, *, kills: int, layouts: Sequence[tuple[int, int]], steps: int, objective: str, seed: int
+) -> dict[str, int]:
     """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
-    run, log, done, startup = work / case.name, work / f"{case.name}.log", Counter[str](), 5.0
+    log, done, startup = run.with_suffix(".log"), Counter[str](), 5.0
     while True:
-        draw = random.Random(f"{seed}, {case.name}, {done['kills']}")
-        ranks, stage = draw.choice(case.layouts)
+        draw = random.Random(f"{seed}, {run.name}, {done['kills']}")
+        ranks, stage = draw.choice(layouts)
         begin = time.monotonic()
-        processes = start([*settings(work, case, stage=stage), "--resume", "latest"], ranks=ranks, log=log)
-        if done["kills"] < case.kills:
-            ahead, is_last = case.border - last_step(run), done["kills"] == case.kills - 1
-            moment = "border" if ahead > 0 and (ahead <= NEAR_BORDER or is_last) else draw.choice(MOMENTS)
-            victims = draw.choice([processes, [draw.choice(processes)]])
-            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup, border=case.border)
+        arguments = settings(run, steps=steps, stage=stage, objective=objective)
+        processes = start([*arguments, "--resume", "latest"], ranks=ranks, log=log)
+        if done["kills"] < kills:
+            moment, victims = draw.choice(MOMENTS), draw.choice([processes, [draw.choice(processes)]])
+            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup)
             if all(process.is_alive() for process in processes):
                 startup = startup if moment == "start" else time.monotonic() - begin
                 what = "all ranks" if len(victims) == len(processes) else "one rank"
                 end(processes, victims)
                 done.update(["kills", f"while {moment}", f"of {what}", f"{ranks} ranks, stage {stage}"])
-                if last_step(run) == case.border:
-                    done.update(["before the first checkpoint of a stage"])
-                said = f"{case.name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}"
-                if (work / "mirror" / case.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST:
+                said = f"{run.name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}"
+                if (run.parent / "mirror" / run.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST:
                     shutil.rmtree(run / FOLDER_NAME)  # the mirror has others
                     said += ", and its checkpoints are lost"
                     done.update(["with the loss of the checkpoints on disk"])
@@ -248,24 +205,19 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
             process.join(SECONDS_PER_START)
         if any(codes := end(processes, [])):
             printed = log.read_text(errors="replace")
-            raise SystemExit(f"{printed[-5000:]}\n{case.name} ended with {codes} after {done['kills']} kills")
+            raise SystemExit(f"{printed[-5000:]}\n{run.name} ended with {codes} after {done['kills']} kills")
         return dict(sorted(done.items()))
 
 
 def outcome(run: Path) -> dict[str, Any]:
     """What a finished run has trained: its epochs, losses, and the hashes of its last checkpoint's files."""
-    records = read_records(run / METRICS_NAME)
-    events = [record["data"] for record in records if record["kind"] == "event" and "data" in record]
-    meta = read_meta(finished_checkpoints(run)[-1])
+    records, meta = read_records(run / METRICS_NAME), read_meta(finished_checkpoints(run)[-1])
+    kinds = {kind: [one for one in records if one["kind"] == kind] for kind in ("event", "train", "evaluation")}
     return {
-        "epochs": {report["epoch"]: report for report in events},  # an epoch's end may have been trained twice
-        "losses": {record["step"]: repr(record["loss"]) for record in records if record["kind"] == "train"},
-        "scores": {
-            record["step"]: {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
-            for record in records
-            if record["kind"] == "evaluation"
-        },
-        "rollbacks": [record["rollbacks"] for record in records if record["kind"] == "train"][-1],
+        "epochs": {one["data"]["epoch"]: one["data"] for one in kinds["event"] if "data" in one},  # it may end twice
+        "losses": {one["step"]: repr(one["loss"]) for one in kinds["train"]},
+        "scores": {one["step"]: {**one, "time": None} for one in kinds["evaluation"]},
+        "rollbacks": kinds["train"][-1]["rollbacks"],
         "data": meta["data"],
         "files": {name: entry["sha256"] for name, entry in meta["files"].items() if name != META_NAME},
     }
@@ -299,9 +251,7 @@ def is_intact(result: dict[str, Any]) -> bool:
     """Whether nothing was lost, and the run was evaluated and rolled back."""
     same = ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks")
     return (
-        all(result[key] for key in same)
-        and result["evaluations"] > 0
-        and result["rollbacks"] > 0
+        all(result[key] for key in (*same, "evaluations", "rollbacks"))
         and (result["same_bits"] or not result["same_layout"])
         and result["largest_relative_difference_of_a_loss"] <= TOLERANCE
     )
@@ -312,20 +262,18 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
     steps = max(2, -(-(STEPS_PER_KILL * options.kills + 5) // options.epoch)) * options.epoch
-    calm = Case("undisturbed", 0, steps, [SAME], options.objective)
-    killed = replace(calm, name="same-layout", kills=options.kills)
-    if not options.same_layout:
-        killed = replace(killed, name="changing-layouts", layouts=list(itertools.product(RANKS, STAGES)))
+    calm = work / "undisturbed"
+    killed = work / ("same-layout" if options.same_layout else "changing-layouts")
     (work / "shards").mkdir()
     make_shards(work / "shards", shards=8, samples=BATCH * options.epoch // 8, shorter=40)
     write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
-    choose_poison(load_recipe(None, settings(work, calm, stage=SAME[1])))
-    poison_objective()
-    killed_run(work, calm, seed=options.seed)
-    done = killed_run(work, killed, seed=options.seed)
+    poison(load_recipe(None, settings(calm, steps=steps, stage=CALM[1], objective=options.objective)))
+    run = functools.partial(killed_run, steps=steps, objective=options.objective, seed=options.seed)
+    run(calm, kills=0, layouts=[CALM])
+    done = run(killed, kills=options.kills, layouts=[CALM] if options.same_layout else LAYOUTS)
     facts = {"commit": source_commit(), "steps": steps, "batch": BATCH, "pairs": BATCH * options.epoch}
     facts |= {name: getattr(options, name) for name in ("objective", "same_layout", "seed")}
-    return {**facts, **done, **compare(work / killed.name, outcome(work / calm.name))}
+    return {**facts, **done, **compare(killed, outcome(calm))}
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import fast_tokenizer
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
 from pipeline.files import sha256_of
@@ -42,9 +41,10 @@ SPECTRUM = 1.5
 META = b'{"url": "http://example.org/picture.jpg", "status": "success", "width": 640, "height": 480, "exif": "{}"}'
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 WORDS = (
-    "a the photo of dog cat red small large house street vintage with in on near beautiful 2019 sale women's blue "
-    "wooden kitchen design and portrait background free shipping illustration vector car new york city night"
+    "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
+    "new big small two three on in under near with and the of at by"
 )
+"""One token each."""
 
 
 def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
@@ -82,16 +82,6 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, distin
     return folder
 
 
-def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, **settings: Any) -> None:
-    config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
-    world = World(device=torch.device("cuda", 0)) if config.decoding == "gpu" else World()
-    loader = build_loader(config, world=world, global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
-    for _ in range(samples // BATCH):
-        batch = next(loader)
-    batch.image.cpu()  # a GPU may still be busy
-    loader.close()
-
-
 def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     import open_clip_train.data as reference
     from open_clip.transform import image_transform
@@ -121,7 +111,17 @@ def compare(shorter: int, options: argparse.Namespace) -> None:
     import open_clip
 
     tokenizer, samples = open_clip.get_tokenizer("ViT-B-32"), options.samples
-    ours = functools.partial(run_ours, samples=samples, tokenize=fast_tokenizer(tokenizer))
+    tokenize = fast_tokenizer(tokenizer)
+
+    def ours(folder: Path, **settings: Any) -> None:
+        config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
+        world = World(device=torch.device("cuda", 0)) if config.decoding == "gpu" else World()
+        loader = build_loader(config, world=world, global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
+        for _ in range(samples // BATCH):
+            batch = next(loader)
+        batch.image.cpu()  # a GPU may still be busy
+        loader.close()
+
     with tempfile.TemporaryDirectory() as name:
         folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter)
         size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples

@@ -22,26 +22,25 @@ tensors on the device, so communication is not measured.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jobs.bench.harness import Value, alternate, parser, ratios, seconds, show
-from jobs.bench.loader import make_shards
+from jobs.bench.loader import WORDS, make_shards
 from pipeline.config import parse_overrides
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch
@@ -61,11 +60,6 @@ THEIRS, COMPILED = "open_clip_train", "open_clip_train --torchcompile"
 LR_SCALE = 1e-3
 BATCHES = 4
 """Different batches, which are shown in turn: packed texts have another number of tokens in each."""
-WORDS = (
-    "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
-    "new big small two three on in under near with and the of at by"
-)
-"""One token each."""
 CAPTIONS = {"cc12m": (20.2, 16.3), "full": (1000.0, 0.0)}
 """Mean and standard deviation of a caption's length, in words. **Not checked**: CC12M's are quoted from memory of
 Changpinyo et al. 2021 (arXiv 2102.08981), table 1."""
@@ -88,16 +82,12 @@ def options() -> argparse.ArgumentParser:
     return given
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """Batches of one rank on the host, and the towers that they are for."""
 
     batches: Sequence[Batch]
     architecture: Architecture
-
-    @property
-    def rows(self) -> int:
-        return len(self.batches[0].sample_id)
+    rows: int
 
 
 def make_data(args: argparse.Namespace) -> Data:
@@ -109,7 +99,7 @@ def make_data(args: argparse.Namespace) -> Data:
     pixels = torch.randint(0, 256, (rows, 3, size, size), generator=generator, dtype=torch.uint8)
     pixels, ids = pinned(pixels.contiguous(memory_format=torch.channels_last)), torch.arange(rows)
     texts = [pinned(architecture.tokenize(captions(args.captions, rows, generator))) for _ in range(BATCHES)]
-    return Data([Batch(pixels, text, ids, Position(), replaced=0) for text in texts], architecture)
+    return Data([Batch(pixels, text, ids, Position(), replaced=0) for text in texts], architecture, rows)
 
 
 def captions(kind: str, rows: int, generator: torch.Generator) -> list[str]:
@@ -140,7 +130,7 @@ class OneOfMany(World):
         x_b = x_b.detach()
         if x_b.dim() < 2 or x_b.shape[1] < 16:  # per-anchor scalars
             return x_b.repeat(self.size, *[1] * (x_b.dim() - 1))
-        others = random_features(x_b.shape[0] * (self.size - 1), x_b.shape[1], str(x_b.device))
+        others = random_features((x_b.shape[0] * (self.size - 1), x_b.shape[1]), x_b.device)
         return torch.cat([x_b, others.to(x_b.dtype)])
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -154,9 +144,9 @@ class OneOfMany(World):
 
 
 @functools.cache
-def random_features(rows: int, dim: int, device: str) -> Tensor:
+def random_features(shape: tuple[int, int], device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.nn.functional.normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device)
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=1).to(device)
 
 
 def ours(args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack, settings: Sequence[str]) -> Contender:
@@ -171,41 +161,34 @@ def ours(args: argparse.Namespace, data: Data, *, world: World, stack: ExitStack
         f"engine.deepspeed={'auto' if args.precision == 'bf16' else 'zero0_fp32'}",
         "telemetry.tensorboard=false", "telemetry.progress=quiet", *settings,
     ])  # fmt: skip
-    trainer = stack.enter_context(setup(run, world=world, resume=None))
+    trainer: Trainer = stack.enter_context(setup(run, world=world, resume=None))
     trainer.batches._loader = itertools.cycle(data.batches)
     if args.ranks > 1:
         trainer.take_step.objective = build_objective(
             run.objective, dim=data.architecture.dim, batch_size=args.batch, dataset_size=1_000_000,
             total_steps=run.total_steps, world=OneOfMany(size=args.ranks, device=world.device), device=world.device,
         )  # fmt: skip
-    return functools.partial(take_steps, trainer), trainer.utilization
+
+    def take(steps: int) -> None:
+        for _ in range(steps):
+            batch = trainer.batches.next()
+            result = trainer.train_step(batch, lr_scale=LR_SCALE)
+            trainer.state.average(batch, result)
+            assert result.applied
+            trainer.state.step += 1
+            trainer.utilization.count(text_tokens=result.text_tokens)
+
+    return take, trainer.utilization
 
 
-def take_steps(trainer: Trainer, steps: int) -> None:
-    for _ in range(steps):
-        batch = trainer.batches.next()
-        result = trainer.train_step(batch, lr_scale=LR_SCALE)
-        trainer.state.average(batch, result)
-        assert result.applied
-        trainer.state.step += 1
-        trainer.utilization.count(text_tokens=result.text_tokens)
-
-
-class SyntheticLoader:
+class SyntheticLoader(list[tuple[Tensor, Tensor]]):
     """A data loader as open_clip_train expects it: batches of normalized pixels and tokens."""
 
-    def __init__(self, data: Data) -> None:
-        image = normalize(data.batches[0].image, mean=data.architecture.mean, std=data.architecture.std).float()
-        image = pinned(image.contiguous())
-        self._batches = itertools.cycle([(image, batch.text) for batch in data.batches])
-        self.num_samples, self.num_batches = len(image), 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return itertools.islice(self._batches, self.num_batches)
+    num_samples = num_batches = 0
 
 
 def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.device, compiled: bool = False) -> Contender:
-    """The package's own training loop."""
+    """The package's own training loop, with TF32 products and cuDNN's autotuning as its `main` has them on a GPU."""
     import open_clip
     from open_clip_train.train import train_one_epoch
 
@@ -217,38 +200,32 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
     groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": defaults.weight_decay}]
     optimizer = torch.optim.AdamW(groups, lr=defaults.lr * LR_SCALE, betas=defaults.betas, eps=defaults.eps)
     trained: Any = torch.compile(model) if compiled else model
-    loader = SyntheticLoader(data)
+    image = normalize(data.batches[0].image, mean=data.architecture.mean, std=data.architecture.std).float()
+    image = pinned(image.contiguous())
+    batches = itertools.cycle([(image, batch.text) for batch in data.batches])
     bf16 = args.precision == "bf16"
     settings = SimpleNamespace(
         device=str(device), precision="amp_bf16" if bf16 else "fp32", distill=False,
         accum_freq=1, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
         log_local=False, log_every_n_steps=10**9, batch_size=args.batch, world_size=1, wandb=False,
     )  # fmt: skip
-    source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
     utilization = Utilization(ModelConfig(arch=args.arch), device=device, ranks=1, bf16=bf16, peak_tflops=None)
 
     def run(steps: int) -> None:
-        loader.num_batches = steps
-        with as_its_main(device):
+        loader = SyntheticLoader(itertools.islice(batches, steps))
+        loader.num_samples, loader.num_batches = len(image), steps
+        source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
+        try:
             train_one_epoch(trained, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, settings)
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.benchmark = before[1]
         utilization.count(text_tokens=data.architecture.context_length)
 
     return run, utilization
-
-
-@contextlib.contextmanager
-def as_its_main(device: torch.device) -> Iterator[None]:
-    """Enable TF32 matmuls and cuDNN autotuning within the context, as `main` of open_clip_train does on a GPU."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.benchmark = before[1]
 
 
 def contenders(

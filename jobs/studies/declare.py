@@ -98,34 +98,6 @@ class Study:
     paper: Size
 
 
-@section
-class Corpus:
-    """A built-in corpus at one size."""
-
-    pairs: int
-    """Training pairs."""
-    held_out: int
-    """Held-out images per task."""
-    image_size: int = 48
-    """Side of the images, in pixels."""
-
-
-@section
-class SizeFacts:
-    """Settings shared by all studies of one size."""
-
-    corpora: dict[str, Corpus] = field(default_factory=dict)
-    """Built-in corpora by name."""
-    anchors: int | None = None
-    """Anchors compared in each measurement of normalizers; null: all."""
-    ranks: int = Field(default=1, ge=1)
-    """Number of processes if the setting has none."""
-    defaults: tuple[str, ...] = ()
-    """Overrides of all runs of this size, with lower precedence than those of settings and arms."""
-    set: tuple[str, ...] = ()
-    """Overrides of all runs of this size, with higher precedence than those of settings and arms."""
-
-
 @dataclass(frozen=True)
 class Unit:
     """One run of a study."""
@@ -162,9 +134,9 @@ def load_study(name: str) -> Study:
     return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
 
 
-def load_size(name: str) -> SizeFacts:
-    """Load the settings shared by all studies of a size from `sizes.yaml`."""
-    return cfg.parse(SizeFacts, cfg.read_yaml(FOLDER / "sizes.yaml")[name], prefix=name)
+def load_size(name: str) -> dict[str, Any]:
+    """What all studies of a size share, from `sizes.yaml`, where its keys are described."""
+    return cfg.read_yaml(FOLDER / "sizes.yaml")[name]
 
 
 def size_of(study: Study, size: str) -> Size:
@@ -192,7 +164,7 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
     units = []
     for seed, setting_name, arm_name in itertools.product(at_size.seeds, at_size.settings, at_size.arms):
         setting, arm = at_size.settings[setting_name], at_size.arms[arm_name]
-        given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
+        given = (*facts["defaults"], *setting.set, *arm.set, *facts["set"], *overrides, f"seed={seed}")
         recipe = RECIPES / f"{setting.recipe}.yaml"
         try:
             run = load_recipe(recipe, given)
@@ -201,16 +173,14 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
                 run = load_recipe(recipe, given)
         except UserError as error:
             raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
-        corpus, ranks = setting.corpus, setting.ranks or facts.ranks
-        key = _key(run, corpus=facts.corpora.get(corpus or ""), ranks=ranks, measure=study.measure)
+        corpus, ranks, flat = setting.corpus, setting.ranks or facts["ranks"], cfg.flatten(cfg.to_tree(run))
+        identity = {
+            "settings": {key: value for key, value in flat.items() if key not in NOT_IDENTITY},
+            "ranks": ranks,
+            "measure": study.measure,
+            "corpus": facts["corpora"][corpus] if corpus else flat["data.sources"],
+        }
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        key = f"{run.objective.name}-seed{run.seed}-{digest[:10]}"
         units.append(Unit(name, setting_name, arm_name, seed, recipe, corpus, ranks, given, run, key))
     return units
-
-
-def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> str:
-    flat = cfg.flatten(cfg.to_tree(run))
-    settings = {key: value for key, value in flat.items() if key not in NOT_IDENTITY}
-    facts: dict[str, Any] = {"settings": settings, "ranks": ranks, "measure": measure}
-    facts["corpus"] = cfg.to_tree(corpus) if corpus else flat["data.sources"]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return f"{run.objective.name}-seed{run.seed}-{digest[:10]}"

@@ -6,20 +6,14 @@ Differences have their t, p-values of Student's distribution and Holm's correcti
 from __future__ import annotations
 
 import functools
-import json
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import scipy.stats
-
-from jobs.studies.declare import RESULT_NAME, Unit
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
-Name = TypeVar("Name", bound=Hashable)
 LEVEL = 0.05
 """Error rate over all comparisons of a page."""
 
@@ -41,17 +35,12 @@ class Spread:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
-    def test(self, null: float) -> Any:
-        """Scipy's t-test that the mean of values that differ is not `null`; its p is NaN if a value is not finite."""
-        return scipy.stats.ttest_1samp(self.values, null)
-
 
 def _spread(values: Iterable[float]) -> Spread | None:
-    known = tuple(values)
-    return Spread(known) if known else None
+    return Spread(known) if (known := tuple(values)) else None
 
 
-def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
+def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
     """Holm's adjusted p-values: a comparison is significant at a level if its adjusted p is at most that level.
 
     The error rate holds over all comparisons that are given, whatever their dependence. NaN counts as 1.
@@ -89,21 +78,24 @@ class Outcome:
     result: Result
 
 
-def average(scores: Mapping[str, float]) -> float | None:
-    """The benchmark's average if all of its tasks were evaluated, else the mean over the evaluated tasks."""
-    tasks = [value for name, value in scores.items() if name not in AGGREGATES]
-    return scores.get("DataComp Average", statistics.fmean(tasks) if tasks else None)
+SCORES = {
+    "average": ("DataComp Average", ""),
+    "retrieval": ("Retrieval", "retrieval"),
+    "imagenet": ("ImageNet & Variants", "ImageNet & Variants"),
+}
+"""Column -> the benchmark's mean, and what is in the names of the tasks whose mean counts without it."""
 
 
-def retrieval(scores: Mapping[str, float]) -> float | None:
-    """The benchmark's retrieval mean if available, else the mean R@1 of the tasks with "retrieval" in their names."""
-    tasks = [value for name, value in scores.items() if "retrieval" in name]
-    return scores.get("Retrieval", statistics.fmean(tasks) if tasks else None)
+def mean_score(scores: Mapping[str, float], column: str) -> float | None:
+    """A column of `SCORES`: the benchmark's mean if all of its tasks were evaluated, else that over evaluated tasks."""
+    official, part = SCORES[column]
+    tasks = [value for name, value in scores.items() if part in name and name not in AGGREGATES]
+    return scores.get(official, statistics.fmean(tasks) if tasks else None)
 
 
-def _last_score(score: Callable[[Mapping[str, float]], float | None]) -> Callable[[Result], float | None]:
+def _last_score(column: str) -> Callable[[Result], float | None]:
     """Of the last evaluation."""
-    return lambda result: score(result["curve"][-1]["scores"]) if result["curve"] else None
+    return lambda result: mean_score(result["curve"][-1]["scores"], column) if result["curve"] else None
 
 
 def _normalizer(*keys: str) -> Callable[[Result], float | None]:
@@ -126,15 +118,10 @@ def _entry(section: str, key: str) -> Callable[[Result], float | None]:
     return lambda result: result.get(section, {}).get(key)
 
 
-def _traffic(result: Result) -> float | None:
-    sent = result["traffic_bytes_per_step"]
-    return None if sent is None else sum(sent.values()) / 1024
-
-
 COLUMNS: dict[str, Column] = {
-    "average": Column("average, %", _last_score(average), ".1f", 100),
-    "retrieval": Column("retrieval R@1, %", _last_score(retrieval), ".1f", 100),
-    "imagenet": Column("ImageNet & variants, %", _last_score(lambda s: s.get("ImageNet & Variants")), ".1f", 100),
+    "average": Column("average, %", _last_score("average"), ".1f", 100),
+    "retrieval": Column("retrieval R@1, %", _last_score("retrieval"), ".1f", 100),
+    "imagenet": Column("ImageNet & variants, %", _last_score("imagenet"), ".1f", 100),
     "tau": Column("tau", _entry("last", "tau"), ".4f"),
     "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
@@ -159,7 +146,11 @@ COLUMNS: dict[str, Column] = {
     "backward_ms": Column("backward, ms", _entry("step_ms", "backward"), ".1f"),
     "optimizer_ms": Column("optimizer, ms", _entry("step_ms", "optimizer"), ".1f"),
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
-    "traffic_kib": Column("objective's collectives, KiB a rank and step", _traffic, ",.1f"),
+    "traffic_kib": Column(
+        "objective's collectives, KiB a rank and step",
+        lambda r: None if (sent := r["traffic_bytes_per_step"]) is None else sum(sent.values()) / 1024,
+        ",.1f",
+    ),
 }
 # Comparisons of a run with the baseline of the same setting and seed.
 PAIRED = {
@@ -167,17 +158,6 @@ PAIRED = {
     "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }
-
-
-def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
-    """The finished runs among `units`."""
-    return [
-        Outcome(
-            unit.setting, unit.arm, unit.seed, unit.key, json.loads((unit.folder(output) / RESULT_NAME).read_text())
-        )
-        for unit in units
-        if unit.is_done(output)
-    ]
 
 
 def by_seed(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> dict[int, float]:
@@ -212,18 +192,15 @@ def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> l
     """(samples seen, one value per seed) for a score or a normalizer measurement during the runs."""
     points: dict[float, list[float]] = {}
     for outcome in _of(outcomes, setting, arm):
-        for samples, value in _along(outcome.result, column):
+        if column in SCORES:
+            scores = ((point["samples"], mean_score(point["scores"], column)) for point in outcome.result["curve"])
+            pairs = [(samples, 100 * score) for samples, score in scores if score is not None]
+        else:
+            quantity, where = column.split("_", 1)
+            pairs = [(m["samples"], m[where][quantity]) for m in outcome.result["normalizers"]]
+        for samples, value in pairs:
             points.setdefault(samples, []).append(value)
     return sorted(points.items())
-
-
-def _along(result: Result, column: str) -> list[tuple[float, float]]:
-    if column in ("average", "retrieval"):
-        score = average if column == "average" else retrieval
-        pairs = [(point["samples"], score(point["scores"])) for point in result["curve"]]
-        return [(samples, 100 * value) for samples, value in pairs if value is not None]
-    quantity, where = column.split("_", 1)
-    return [(m["samples"], m[where][quantity]) for m in result["normalizers"]]
 
 
 def _of(outcomes: Sequence[Outcome], setting: str, arm: str) -> list[Outcome]:

@@ -9,13 +9,15 @@ import json
 import platform
 import statistics
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jobs.studies.declare import Size, Study, Unit, Variant, load_study, size_of
+import scipy.stats
+
+from jobs.studies.declare import RESULT_NAME, Size, Study, Unit, Variant, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, curve, holm, paired, spread
 from pipeline.cores import usable_cores
 from pipeline.versions import source_commit
@@ -44,24 +46,30 @@ STYLE: Any = {
 DOT = "#2b6cb0"
 
 
-def publish(
-    name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
-) -> list[Path]:
-    """Write all files of a study to `folder`. Returns their paths."""
-    left_out = ("label", "config", "versions")  # not repeated for every run
+def publish(name: str, *, size: str, units: Sequence[Unit], place: Path, command: str) -> list[Path]:
+    """Write all files of a study, of its finished runs in `place`, to `place/name`. Returns their paths."""
+    folder, left_out = place / name, ("label", "config", "versions")  # not repeated for every run
+    finished = [unit for unit in units if unit.is_done(place)]
+    results = [json.loads((unit.folder(place) / RESULT_NAME).read_text(encoding="utf-8")) for unit in finished]
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
+    cpu = next(named, platform.processor() or "an unnamed CPU")
     data = {
         "study": name,
         "size": size,
         "command": command,
         "date": date.today().isoformat(),
         "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
-        "versions": outcomes[-1].result["versions"] if outcomes else {},
+        "machine": {"cpu": cpu, "cores": usable_cores(), "system": platform.system()},
+        "versions": results[-1]["versions"] if results else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
         "runs": [
-            {**asdict(one), "result": {key: value for key, value in one.result.items() if key not in left_out}}
-            for one in outcomes
+            {
+                **{fact: getattr(unit, fact) for fact in ("setting", "arm", "seed", "key")},
+                "result": {key: value for key, value in result.items() if key not in left_out},
+            }
+            for unit, result in zip(finished, results, strict=True)
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,48 +82,34 @@ def render(folder: Path) -> list[Path]:
     data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
     study = load_study(data["study"])
     outcomes = [Outcome(**run) for run in data["runs"]]
-    drawn = draw(study, data["size"], outcomes)
-    texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
+    figures = draw(study, data["size"], outcomes)
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
+    for outcome in outcomes:
+        values = (column.value(outcome.result) for column in COLUMNS.values())
+        cells = ("" if value is None else f"{value:.6g}" for value in values)
+        writer.writerow([outcome.setting, outcome.arm, outcome.seed, *cells, outcome.key])
+    texts = {
+        "results.csv": table.getvalue(),
+        "results.md": as_markdown(study, data, outcomes, list(figures)),
+        **figures,
+    }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
 
 
-def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line per run with every column; empty if the run does not have the metric."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
-    for outcome in outcomes:
-        values = (column.value(outcome.result) for column in COLUMNS.values())
-        figures = ("" if value is None else f"{value:.6g}" for value in values)
-        writer.writerow([outcome.setting, outcome.arm, outcome.seed, *figures, outcome.key])
-    return stream.getvalue()
-
-
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
     """The generated page of a study: its question, how it was run, a table per setting, and the figures."""
-    lines = [f"# {study.title}", "", study.question.strip(), "", _how(study, data, outcomes)]
-    for title, (header, *rows) in _tables(study, data["size"], outcomes):
-        lines += ["", f"## {title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
-        for row in rows:  # a row with one cell is a group heading
-            lines.append(f"| {row[0]} |" + " |" * (len(header) - 1) if len(row) == 1 else f"| {' | '.join(row)} |")
-    for file in drawn:
-        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
-    return "\n".join(lines) + "\n"
-
-
-def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Sentences on the size, command, machine, versions and finished runs, and on how to read the tables."""
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     # Results record their commit; older ones have only that of their publication, or none.
     named = (outcome.result.get("commit", data.get("commit")) for outcome in outcomes)
     commits = sorted({commit for commit in named if commit})
     listed = " and ".join(part for part in (", ".join(commits[:-1]), *commits[-1:]) if part)
-    commit = f" from commit {listed}" if commits else ""
-    return (
+    how = (
         f"Size `{data['size']}`; modelled on {study.reproduces}. "
-        f"Made with `{data['command']}` on {data['date']}{commit}, "
+        f"Made with `{data['command']}` on {data['date']}{f' from commit {listed}' if listed else ''}, "
         f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
         f"{len(outcomes)} of {data['units']} runs are finished. "
         "Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
@@ -123,6 +117,14 @@ def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
         + (COMPARED_NOTE if _comparisons(study, data["size"], outcomes) else "")
         + " This page is generated from `results.json` by `neuclip study`; do not edit it."
     )
+    lines = [f"# {study.title}", "", study.question.strip(), "", how]
+    for title, (header, *rows) in _tables(study, data["size"], outcomes):
+        lines += ["", f"## {title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        for row in rows:  # a row with one cell is a group heading
+            lines.append(f"| {row[0]} |" + " |" * (len(header) - 1) if len(row) == 1 else f"| {' | '.join(row)} |")
+    for file in drawn:
+        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+    return "\n".join(lines) + "\n"
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -160,7 +162,8 @@ def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[l
     for setting, column, arm in itertools.product(at_size.settings, columns, at_size.arms):
         difference = paired(outcomes, setting, arm, kind=column, baseline=baseline)
         if arm != baseline and difference is not None and difference.sd:
-            compared[setting, column, arm] = difference, difference.test(float(column == "saving"))  # a ratio is 1
+            null = 1.0 if column == "saving" else 0.0  # a ratio
+            compared[setting, column, arm] = difference, scipy.stats.ttest_1samp(difference.values, null)
     adjusted = holm({name: test.pvalue for name, (_, test) in compared.items()})
     clear = sum(p <= LEVEL for p in adjusted.values())
     title = f"{len(adjusted)} comparisons, {clear} significant"
@@ -190,15 +193,6 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     if value is None:
         return "–"
     return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
-
-
-def cpu_name() -> str:
-    """The model name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "an unnamed CPU"
 
 
 def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -254,14 +248,14 @@ def _final(study: Study, size: Size, outcomes: Sequence[Outcome]) -> str:
 
 def _against(study: Study, size: Size, outcomes: Sequence[Outcome], cost: str) -> str:
     """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
-    column, look = study.columns[0], _looks(size.arms)
+    column = study.columns[0]
     figure, (panels,) = _panels(size.settings, size=(1.9 + 3.6 * len(size.settings), 3.0))
     for axes, setting in zip(panels, size.settings, strict=True):
-        for arm in size.arms:
+        for number, arm in enumerate(size.arms):
             x, y = (spread(outcomes, setting, arm, name) for name in (cost, column))
             if x is not None and y is not None:
-                colour = look[arm][0]
-                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, color=colour, label=arm)
+                how = {"color": f"C{number % 10}", "label": arm}
+                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, **how)
         axes.set_xlabel(COLUMNS[cost].title)
         axes.set_xlim(left=0)
     panels[0].set_ylabel(COLUMNS[column].title)
@@ -276,36 +270,23 @@ def _curves(study: Study, size: Size, outcomes: Sequence[Outcome], column: str, 
     rows = [names for names in rows if names]
     inches = (1.9 + min(4, len(settings)) * 2.6, 0.4 + 2.1 * len(rows))
     figure, panels = _panels(settings, rows=len(rows), size=inches, sharey=True)
-    look = _looks(size.arms)
     for names, line in zip(rows, panels, strict=True):
         for axes, setting in zip(line, settings, strict=True):
             for arm in names:
-                _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, look=look[arm])
+                number = list(size.arms).index(arm)
+                colour, style = f"C{number % 10}", "--" if number >= 10 else "-"
+                points = curve(outcomes, setting, arm, column)
+                most = max((len(values) for _, values in points), default=0)  # points that all seeds of the arm have
+                x, whole = [x / 1e3 for x, v in points if len(v) == most], [v for _, v in points if len(v) == most]
+                means = [statistics.fmean(values) for values in whole]
+                axes.plot(x, means, color=colour, linestyle=style, label=arm, linewidth=1.5, marker="o", markersize=2.5)
+                axes.fill_between(x, [*map(min, whole)], [*map(max, whole)], color=colour, alpha=0.13, linewidth=0)
             axes.set_xlabel("samples seen, thousands")
             if column.startswith("mse"):
                 axes.set_yscale("log")
         line[0].set_ylabel(COLUMNS[column].title)
         line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _as_svg(figure)
-
-
-def _looks(arms: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Colour and line style of every arm."""
-    import matplotlib
-
-    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
-
-
-def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
-    """Plot mean and range at the points that all seeds of the arm have; `look` is colour and line style."""
-    colour, style = look
-    most = max((len(values) for _, values in points), default=0)
-    whole = [(samples / 1e3, values) for samples, values in points if len(values) == most]
-    x = [samples for samples, _ in whole]
-    means = [statistics.fmean(values) for _, values in whole]
-    axes.plot(x, means, color=colour, linestyle=style, label=label, linewidth=1.5, marker="o", markersize=2.5)
-    axes.fill_between(x, [min(v) for _, v in whole], [max(v) for _, v in whole], color=colour, alpha=0.13, linewidth=0)
 
 
 def _as_svg(figure: Any) -> str:

@@ -56,9 +56,24 @@ def main(folder: Path) -> int:
             checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
             normalizers = [measure(run, one, world=world, limit=spec["anchors"]) for one in checkpoints]
         if world.is_main:
-            spent = {name.removesuffix(".bytes"): n / steps for name, n in traffic.items() if name.endswith(".bytes")}
-            measured = {"traffic_bytes_per_step": spent if steps else None, "normalizers": normalizers}
-            result = {"label": spec["label"], "ranks": world.size, **result_of(run, read_run(folder)), **measured}
+            sent = {name.removesuffix(".bytes"): n for name, n in traffic.items() if name.endswith(".bytes")}
+            record = read_run(folder)
+            last = record.rows[-1]
+            result = {
+                "label": spec["label"],
+                "ranks": world.size,
+                "batch_size": run.batch_size,
+                "config": to_tree(run),
+                "versions": versions(),
+                "commit": source_commit(),
+                "curve": curve_of(record, suite=run.evaluation.suite),
+                "last": {key: value for key, value in last.items() if key not in ("kind", "step", "time")},
+                "step_ms": step_times(record.rows, batch_size=run.batch_size),
+                "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
+                "cost": cost_of(run, record.rows),
+                "traffic_bytes_per_step": {name: n / steps for name, n in sent.items()} if steps else None,
+                "normalizers": normalizers,
+            }
             write_json(folder / RESULT_NAME, result)
             for path in finished_checkpoints(folder)[:-1]:  # those of hundreds of small runs would fill the disk
                 shutil.rmtree(path)
@@ -68,22 +83,6 @@ def main(folder: Path) -> int:
 
 def refuse(message: str) -> None:
     raise UserError(message)
-
-
-def result_of(run: RunConfig, record: Run) -> dict[str, Any]:
-    """What a finished run's own records say of it."""
-    last = record.rows[-1]
-    return {
-        "batch_size": run.batch_size,
-        "config": to_tree(run),
-        "versions": versions(),
-        "commit": source_commit(),
-        "curve": curve_of(record, suite=run.evaluation.suite),
-        "last": {key: value for key, value in last.items() if key not in ("kind", "step", "time")},
-        "step_ms": step_times(record.rows, batch_size=run.batch_size),
-        "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
-        "cost": cost_of(run, record.rows),
-    }
 
 
 def metered(objective: Objective, world: World) -> Counter[str]:

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from pipeline.files import new_folder
 
-FOLDER = Path("tensorboard") / "evaluation"
-"""Where a run's scores are as TensorBoard scalars."""
-
 
 def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None) -> Path:
     """Write the report of one run, or a comparison of several runs with the first as the baseline.
@@ -54,7 +51,7 @@ def update_scores(run: str | Path) -> None:
     """
     from pipeline.report.stored_scores import read_evaluations
 
-    folder = Path(run) / FOLDER
+    folder = Path(run) / "tensorboard" / "evaluation"
     evaluations = read_evaluations(Path(run) / "evaluation", lambda step: None, []) if folder.parent.is_dir() else ()
     if not evaluations:
         return
@@ -63,14 +60,11 @@ def update_scores(run: str | Path) -> None:
     try:
         with new_folder(folder) as new:
             with SummaryWriter(str(new)) as writer:
-                for evaluation in evaluations:
-                    if evaluation.step is None:
-                        continue
-                    for score in evaluation.scores:
-                        writer.add_scalar(f"evaluation/{score.task}", score.score, evaluation.step)
-                    for name, value in evaluation.aggregates.items():
-                        if value.get("complete"):
-                            writer.add_scalar(f"aggregate/{name}", value["score"], evaluation.step)
+                for one in (evaluation for evaluation in evaluations if evaluation.step is not None):
+                    means = {name: mean["score"] for name, mean in one.aggregates.items() if mean.get("complete")}
+                    scalars = {f"evaluation/{score.task}": score.score for score in one.scores}
+                    for tag, value in (scalars | {f"aggregate/{name}": mean for name, mean in means.items()}).items():
+                        writer.add_scalar(tag, value, one.step)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another watcher was faster

@@ -11,17 +11,16 @@ import hashlib
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.files import write_text
-from pipeline.report.charts import GAP, Chart, chart, quantity_chart
-from pipeline.report.figures import SERIES, Line
+from pipeline.report.charts import GAP, SERIES, Line, chart, quantity_chart
 from pipeline.report.page import render
 from pipeline.report.run_data import Run, flat
 from pipeline.report.stored_scores import Score, StoredEvaluation
@@ -30,15 +29,12 @@ SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
 COMPARED = ("loss", "tau", GAP, "samples_per_second")
 """Logged quantities whose curves are shown."""
-RESAMPLES, LEVEL = 1_000, 0.95
+LEVEL = 0.95
 Outcomes = Mapping[str, np.ndarray]
 Statistic = Callable[[np.ndarray], float]
-Named = Sequence[tuple[str, Run, str]]
-"""Runs, each with its label before it and its colour behind it."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A difference of scores and its confidence interval, which is None if per-sample outcomes were not stored."""
 
     value: float
@@ -55,26 +51,22 @@ class Difference:
         return f"{100 * self.value:+.2f}" + (f" [{ends}]" if ends else "")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One task or aggregate: a score per run (None: missing) and its difference from the first run."""
 
     name: str
-    scores: tuple[float | None, ...]
-    differences: tuple[Difference | None, ...]
+    scores: list[float | None]
+    differences: list[Difference | None]
     chance: float | None = None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison of several runs, the first of which is the baseline."""
+class Comparison(NamedTuple):
+    """Several runs, each with a short, distinct label; the first is the baseline. `notes` are about missing data."""
 
-    labels: tuple[str, ...]
-    """One short, distinct name per run."""
-    aggregates: tuple[Row, ...]
-    tasks: tuple[Row, ...]
-    notes: tuple[str, ...]
-    """Remarks about missing data."""
+    labels: list[str]
+    aggregates: list[Row]
+    tasks: list[Row]
+    notes: list[str]
 
 
 def write_comparison(runs: Sequence[Run], output: Path) -> Path:
@@ -85,11 +77,21 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
     """
     comparison = compare(runs)
     named = list(zip(comparison.labels, runs, itertools.cycle(SERIES), strict=False))
+    curves = []
+    for name, keys in groups_of([run.latest for run in runs]).items():
+        lines = []
+        for label, run, colour in named:
+            scores = [(e.samples, _mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
+            points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
+            lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
+        curves.append(chart(name, lines, percent=True))
+    trees = [dict(flat(run.config)) for run in runs]
+    settings = {key: [tree.get(key, "–") for tree in trees] for tree in trees for key in tree}
     context = {
         "c": comparison,
         "title": " · ".join(comparison.labels),
-        "settings": _different_settings(runs),
-        "curves": list(filter(None, _performance_curves(named))),
+        "settings": [(key, values) for key, values in settings.items() if len(set(values)) > 1 and key != "output"],
+        "curves": list(filter(None, curves)),
         "training": list(filter(None, (quantity_chart(key, named) for key in COMPARED))),
     }
     write_text(output / "comparison.csv", _to_csv(comparison))
@@ -106,8 +108,16 @@ def compare(runs: Sequence[Run]) -> Comparison:
     latest, names = [run.latest for run in runs], labels(runs)
     by_task = {score.task: score for e in latest if e is not None for score in e.scores}
     scores = {key: [evaluation.score(key) if evaluation else None for evaluation in latest] for key in by_task}
-    for key in by_task:
-        _check_inputs(key, names, scores[key])
+    for key, setting in itertools.product(by_task, SETTINGS):
+        pairs = [(name, one.inputs) for name, one in zip(names, scores[key], strict=True) if one is not None]
+        values = {name: str(inputs[setting])[:12] for name, inputs in pairs if setting in inputs}
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+            what = "on different data" if setting == "task_data" else f"with different {setting}"
+            raise UserError(
+                f"{key} was evaluated {what} ({shown}): such scores do not compare. Evaluate the runs with equal "
+                "settings on equal data (`neuclip evaluate`)."
+            )
     resampled = {key: resample(of) for key, of in scores.items()}
     tasks = [
         _row(sample.label, [s.score if s else None for s in scores[key]], resampled[key], chance=sample.chance)
@@ -116,9 +126,16 @@ def compare(runs: Sequence[Run]) -> Comparison:
     aggregates = []
     for name, keys in groups_of(latest).items():
         parts = [part for key in keys if (part := resampled.get(key)) is not None]
-        values = np.mean(parts, axis=0) if len(parts) == len(keys) else None
-        aggregates.append(_row(name, [_mean_score(e, keys) for e in latest], values))
-    return Comparison(tuple(names), tuple(aggregates), tuple(tasks), tuple(_notes(names, runs)))
+        mean = np.mean(parts, axis=0) if len(parts) == len(keys) else None
+        aggregates.append(_row(name, [_mean_score(e, keys) for e in latest], mean))
+    notes = [f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes]
+    evaluated = {name: run.latest for name, run in zip(names, runs, strict=True) if run.latest is not None}
+    for name, evaluation in evaluated.items():
+        notes += [f"{name}: {task} could not be scored: {why}" for task, why in evaluation.failures.items()]
+    if len({evaluation.samples for evaluation in evaluated.values()}) > 1:
+        shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in evaluated.items())
+        notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
+    return Comparison(names, aggregates, tasks, notes)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -151,23 +168,6 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
     return groups
 
 
-def _check_inputs(task: str, names: Sequence[str], scores: Sequence[Score | None]) -> None:
-    """Refuse runs that evaluated a task differently."""
-    for setting in SETTINGS:
-        values = {
-            name: str(score.inputs[setting])[:12]
-            for name, score in zip(names, scores, strict=True)
-            if score is not None and setting in score.inputs
-        }
-        if len(set(values.values())) > 1:
-            shown = ", ".join(f"{name}: {value}" for name, value in values.items())
-            what = "on different data" if setting == "task_data" else f"with different {setting}"
-            raise UserError(
-                f"{task} was evaluated {what} ({shown}): such scores do not compare. Evaluate the runs with equal "
-                "settings on equal data (`neuclip evaluate`)."
-            )
-
-
 def _mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
     """The mean over `keys`; None if any of them is missing."""
     scores = [evaluation.score(key) for key in keys] if evaluation else []
@@ -175,9 +175,7 @@ def _mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> flo
     return math.fsum(values) / len(keys) if values and len(values) == len(keys) else None
 
 
-def _row(
-    name: str, scores: Sequence[float | None], resampled: np.ndarray | None, *, chance: float | None = None
-) -> Row:
+def _row(name: str, scores: list[float | None], resampled: np.ndarray | None, *, chance: float | None = None) -> Row:
     """A row with percentile intervals from `resampled`, `[runs, resamples]`."""
     first, differences = scores[0], list[Difference | None]()
     for k, score in enumerate(scores):
@@ -189,17 +187,18 @@ def _row(
             tail = 100 * (1 - LEVEL) / 2
             low, high = np.percentile(resampled[k] - resampled[0], [tail, 100 - tail])
             differences.append(Difference(score - first, (float(low), float(high))))
-    return Row(name, tuple(scores), tuple(differences), chance=chance)
+    return Row(name, scores, differences, chance=chance)
 
 
-def resample(scores: Sequence[Score | None], *, resamples: int = RESAMPLES) -> np.ndarray | None:
+def resample(scores: Sequence[Score | None], *, resamples: int = 1_000) -> np.ndarray | None:
     """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
 
     NaN for a run without a score. None if fewer than two have one, outcomes are missing, the runs were evaluated on
     different data, or the metric is not supported.
     """
     there = {k: score for k, score in enumerate(scores) if score is not None}
-    statistics = {k: found for k, score in there.items() if (found := _statistic_of(score)) is not None}
+    stored = {k: outcomes for k, score in there.items() if (outcomes := score.read_outcomes()) is not None}
+    statistics = {k: found for k, outcomes in stored.items() if (found := statistic(there[k], outcomes)) is not None}
     alike = {(str(there[k].inputs.get("task_data")), units) for k, (units, _) in statistics.items()}
     if len(there) < 2 or len(statistics) < len(there) or len(alike) != 1:
         return None
@@ -214,16 +213,16 @@ def resample(scores: Sequence[Score | None], *, resamples: int = RESAMPLES) -> n
     return values
 
 
-def _statistic_of(score: Score) -> tuple[int, Statistic] | None:
-    outcomes = score.read_outcomes()
-    return None if outcomes is None else statistic(score, outcomes)
-
-
 def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     """The number of samples of a task, and its main metric as a function of the samples drawn."""
     metric = score.main_metric
     if score.protocol == "retrieval" and metric == "mean_recall@1":
-        return _recall(outcomes)
+        # Of both directions; an image is resampled together with all its captions.
+        owner = outcomes["caption_owner"]
+        image = (outcomes["image_rank"] < 1).astype(np.float64)
+        captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
+        hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
+        return len(image), lambda drawn: float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
     if score.protocol == "association":
         counted = (outcomes["candidates"] >= (10 if metric.endswith("10-12") else 1)).astype(np.float64)
         values = outcomes["jaccard"] * counted
@@ -244,30 +243,6 @@ def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
 
 
-def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
-    """Mean R@1 of both directions; an image is resampled together with all its captions."""
-    owner = outcomes["caption_owner"]
-    image = (outcomes["image_rank"] < 1).astype(np.float64)
-    captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
-    hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
-
-    def compute(drawn: np.ndarray) -> float:
-        return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
-
-    return len(image), compute
-
-
-def _notes(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
-    for name, run in zip(names, runs, strict=True):
-        yield from (f"{name}: {note}" for note in run.notes)
-        failures = run.latest.failures if run.latest else {}
-        yield from (f"{name}: {task} could not be scored: {reason}" for task, reason in failures.items())
-    latest = {name: run.latest for name, run in zip(names, runs, strict=True) if run.latest is not None}
-    if len({evaluation.samples for evaluation in latest.values()}) > 1:
-        shown = ", ".join(f"{name} {e.samples:,}" if e.samples else f"{name} ?" for name, e in latest.items())
-        yield f"The latest evaluations are not at the same number of samples seen: {shown}."
-
-
 def _to_csv(comparison: Comparison) -> str:
     """One line per task and run; values are fractions, not percent; empty if missing."""
     buffer = io.StringIO()
@@ -280,22 +255,3 @@ def _to_csv(comparison: Comparison) -> str:
                 values = [score, delta.value if delta else None, low, high, row.chance]
                 writer.writerow([kind, row.name, label, *("" if v is None else repr(v) for v in values)])
     return buffer.getvalue()
-
-
-def _performance_curves(named: Named) -> Iterator[Chart | None]:
-    """Every aggregate over samples seen, one curve per run."""
-    for name, keys in groups_of([run.latest for _, run, _ in named]).items():
-        lines = []
-        for label, run, colour in named:
-            scores = [(e.samples, _mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
-            points = np.array([p for p in scores if p[1] is not None], dtype=np.float64).reshape(-1, 2)
-            lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
-        yield chart(name, lines, percent=True)
-
-
-def _different_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ, with the value of each run; a dash if a run does not have the key."""
-    trees = [dict(flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    rows = [(key, [tree.get(key, "–") for tree in trees]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "output"]

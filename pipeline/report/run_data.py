@@ -108,7 +108,13 @@ def read_run(folder: str | Path) -> Run:
     path = folder / METRICS_NAME
     lines = stored(path, bytes.splitlines, what="No training metrics", notes=notes, most=MOST_RECORDS) or []
     rows, validations, events = _parse_metrics(lines, notes)
-    seen = _samples_at(rows)
+    by_step = {row["step"]: row["samples"] for row in rows}
+    per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None
+
+    def seen(step: int | None) -> int | None:
+        """The samples seen by a step, or None if unknown."""
+        return by_step.get(step, round(step * per_step) if per_step else None) if step is not None else None
+
     return Run(
         folder=folder,
         config=config,
@@ -119,21 +125,6 @@ def read_run(folder: str | Path) -> Run:
         evaluations=read_evaluations(folder / "evaluation", seen, notes),
         notes=tuple(notes),  # to which the lines above have added
     )
-
-
-def _samples_at(rows: list[Row]) -> Any:
-    """A function that maps a step to the samples seen by then, or None if unknown."""
-    seen = {row["step"]: row["samples"] for row in rows}
-    per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None
-
-    def samples(step: int | None) -> int | None:
-        if step is None:
-            return None
-        if step in seen:
-            return int(seen[step])
-        return round(step * per_step) if per_step else None
-
-    return samples
 
 
 def _parse_metrics(lines: Sequence[bytes], notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
@@ -157,30 +148,20 @@ def _parse_metrics(lines: Sequence[bytes], notes: list[str]) -> tuple[list[Row],
 
 
 def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -> tuple[Manifest, ...]:
-    data = config.get("data")
-    sources = data.get("sources") if isinstance(data, Mapping) else None
-    if not sources:
+    if not (sources := flatten(config).get("data.sources")):
         notes.append("No ingestion figures: the configuration names no data (data.sources).")
         return ()
     manifests = []
     for source in sources if isinstance(sources, list) else [sources]:
         given = str(source.get("manifest")) if isinstance(source, Mapping) else str(source)
-        places = [Path(given), _started_in(folder, config) / given, folder / given]
+        # Relative to where the run was started: this folder, the run's, or one above it.
+        places = [Path(given), *(above / given for above in (folder.resolve(), *folder.resolve().parents))]
         try:
             place = next((place for place in places if place.exists()), places[0])
             manifests.append(load_manifest(place, allow_outside=True))  # a report reads no shards
         except UserError as error:
             notes.append(f"No ingestion figures of {given}: {error}")
     return tuple(manifests)
-
-
-def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
-    """The folder that relative paths in the configuration refer to: the run's folder without its `output` suffix."""
-    output = Path(str(config.get("output", folder.name)))
-    parts = folder.resolve().parts
-    if not output.is_absolute() and parts[-len(output.parts) :] == output.parts:
-        return Path(*parts[: -len(output.parts)])
-    return folder.parent
 
 
 def _points(rows: Iterable[Row], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.data.shards.manifest_format import Manifest
 from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.page import duration, percent, render, short
 from pipeline.report.run_data import RECALLS, Run, flat, is_finite
 from pipeline.report.stored_scores import StoredEvaluation
-
-HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 
 
 class Tile(NamedTuple):
@@ -29,17 +28,22 @@ class Tile(NamedTuple):
 
 def write_page(run: Run, output: Path) -> Path:
     """Write `report.html` and `report.md` to `output`. Returns the path of the page."""
-    context = _context(run)
-    write_text(output / MARKDOWN_NAME, render("run.md", context))
-    return write_text(output / HTML_NAME, render("run.html", context))
-
-
-def _context(run: Run) -> dict[str, Any]:
     latest = run.latest or StoredEvaluation("", None, None, ())
-    return {
+    facts = [run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")]
+    facts = [str(value) for value in facts if value not in (None, "auto")]
+    facts += [f"global batch {size}"] if (size := run.setting("batch_size")) is not None else []
+    facts += [f"evaluated at {run.latest.checkpoint}"] if run.latest else []
+    folder, name = shlex.quote(str(run.folder)), shlex.quote(f"hub/{run.name}")
+    images = shlex.quote(str(run.manifests[0].root)) if run.manifests else "FOLDER"
+    commands = [
+        (f"neuclip evaluate {folder} --suite FOLDER", "scores it"),
+        (f"neuclip playground {folder} --images {images}", "lets you try it"),
+        (f"neuclip export {folder} --output {name}", "writes what open_clip loads"),
+    ]
+    context = {
         "run": run,
         "title": run.name,
-        "subtitle": " · ".join(_subtitle(run)),
+        "subtitle": " · ".join(facts),
         "tiles": tiles(run),
         "progress": charts.progress_charts(run),
         "latest": latest,
@@ -47,23 +51,15 @@ def _context(run: Run) -> dict[str, Any]:
         "constants": charts.constants(run),
         "failures": run.failures.most_common(),
         "tried": sum(manifest.attempted for manifest in run.manifests),
-        "data_facts": _data_facts(run),
+        "data_facts": [fact for manifest in run.manifests for fact in _data_facts(manifest)],
         "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
         "provenance": _provenance(latest),
         "settings": flat(run.config),
-        "next": _next_commands(run),
+        "next": commands[run.latest is not None :],
         "events": _news(run.events),
     }
-
-
-def _subtitle(run: Run) -> Iterable[str]:
-    for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
-        if value is not None and value != "auto":
-            yield str(value)
-    if run.setting("batch_size") is not None:
-        yield f"global batch {run.setting('batch_size')}"
-    if run.latest is not None:
-        yield f"evaluated at {run.latest.checkpoint}"
+    write_text(output / "report.md", render("run.md", context))
+    return write_text(output / "report.html", render("run.html", context))
 
 
 def tiles(run: Run) -> list[Tile]:
@@ -115,58 +111,38 @@ def _validation(run: Run) -> list[Tile]:
     best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
     where = f"at step {best['step']:,}, the lowest of {len(finite)}"
     end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
-    made = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
-    recalls = [float(best[key]) for key in RECALLS if is_finite(best.get(key))]
-    if len(recalls) == len(RECALLS):
-        pairs = f"{best['pairs']:,.0f} held-out pairs" if is_finite(best.get("pairs")) else "held-out pairs"
-        both = " and ".join(f"{100 * value:.1f}%" for value in recalls)
-        made.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
-    return made
+    recalls = [float(best[key]) for key in RECALLS]
+    among = f"mean of {' and '.join(f'{value:.1%}' for value in recalls)} among {best['pairs']:,.0f} held-out pairs"
+    return [
+        Tile("Validation loss", f"{best['loss']:.3f}", where + end),
+        Tile("Validation R@1", f"{sum(recalls) / 2:.1%}", among),
+    ]
 
 
 def _news(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The time since the first event (empty if unknown) and the message of events, without the ends of epochs, of which
-    metrics.jsonl has each; those with corrupt samples stay."""
+    """The time since the first event and the message of events, without the ends of epochs, of which metrics.jsonl has
+    each; those with corrupt samples stay."""
     news = []
     for event in events:
-        facts, times = event.get("data") or {}, (events[0].get("time"), event.get("time"))
-        if isinstance(facts, dict) and "order_hash" in facts and not facts.get("replaced"):
-            continue
-        known = all(isinstance(time, int | float) for time in times)
-        news.append((duration(max(0.0, times[1] - times[0])) if known else "", event["message"]))  # type: ignore[operator]
+        facts = event.get("data") or {}
+        if "order_hash" not in facts or facts.get("replaced"):
+            news.append((duration(max(0.0, event["time"] - events[0]["time"])), event["message"]))
     return news
 
 
-def _next_commands(run: Run) -> list[tuple[str, str]]:
-    """Commands that go on from the report, each with its purpose."""
-    folder, name = shlex.quote(str(run.folder)), shlex.quote(f"hub/{run.name}")
-    images = shlex.quote(str(run.manifests[0].root)) if run.manifests else "FOLDER"
-    commands = [
-        (f"neuclip evaluate {folder} --suite FOLDER", "scores it"),
-        (f"neuclip playground {folder} --images {images}", "lets you try it"),
-        (f"neuclip export {folder} --output {name}", "writes what open_clip loads"),
+def _data_facts(manifest: Manifest) -> list[tuple[str, str]]:
+    return [
+        ("shards of", str(manifest.root)),
+        (f"{manifest.counted} tried", f"{manifest.attempted:,}"),
+        ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f}%)"),
+        ("shards", f"{len(manifest.shards):,}, {manifest.bytes / 1e6:,.1f} MB"),
+        ("digest", manifest.digest[:16]),
     ]
-    return commands if run.latest is None else commands[1:]
-
-
-def _data_facts(run: Run) -> list[tuple[str, str]]:
-    """The statistics of every data source."""
-    rows = []
-    for manifest in run.manifests:
-        rows += [
-            ("shards of", str(manifest.root)),
-            (f"{manifest.counted} tried", f"{manifest.attempted:,}"),
-            ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f}%)"),
-            ("shards", f"{len(manifest.shards):,}, {manifest.bytes / 1e6:,.1f} MB"),
-            ("digest", manifest.digest[:16]),
-        ]
-    return rows
 
 
 def _provenance(latest: StoredEvaluation) -> list[tuple[str, str]]:
     """The settings that all of the latest scores were computed with."""
-    inputs = [score.inputs for score in latest.scores]
-    if not inputs:
+    if not (inputs := [score.inputs for score in latest.scores]):
         return []
     rows = [("checkpoint", latest.checkpoint)]
     for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code"):

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from pipeline.evaluation.identity import LOCK_NAME
 from pipeline.evaluation.run.results import (
     ANOTHER_SUITE,
     TaskResult,
-    is_named_after,
     part_of,
     read_outcomes,
     read_result,
@@ -107,8 +105,6 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             continue
         if weights and part_of(tree, "inputs").get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
-        elif not is_named_after(path, str(tree.get("task"))):
-            notes.append(f"{folder.name}/{path.name} is a copy of another file, and is skipped.")
         elif (result := read_result(path)) is not None:
             scores.append(Score(**vars(result), path=path))
         else:
@@ -120,8 +116,11 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
 
     def retrieved(name: str, parse: Callable[[Path, Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for path in sorted(folder.glob("*.examples")):
+
+            def entries(text: bytes, path: Path = path) -> list[dict[str, Any]]:
+                return [parse(path, entry) for entry in json.loads(text)]
+
             what = f"The retrieved pairs in {path.name} cannot be shown"
-            entries = partial(_each, partial(parse, path))
             yield from stored(path / name, entries, what=what, notes=notes) or ()
 
     return StoredEvaluation(
@@ -149,19 +148,11 @@ def stored(path: Path, parse: Callable[[bytes], T], *, what: str, notes: list[st
 
 
 def _image(folder: Path, name: object) -> Path:
-    """An image beside the examples. The report contains it, and results may come from others.
-
-    Raises:
-        UserError: It is outside of the folder, also by a link.
-    """
+    """An image beside the examples. The report contains it, and results may come from others: no link may lead away."""
     path = path_below(folder, name, what="An example's image")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{path} is a link to a file outside of the folder")
     return path
-
-
-def _each(parse: Callable[[Any], dict[str, Any]], text: bytes) -> list[dict[str, Any]]:
-    return [parse(entry) for entry in json.loads(text)]
 
 
 def _example(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,8 @@ import math
 
 import pytest
 
-from jobs.bench.kills import TOLERANCE, is_intact, relative_difference
+from jobs.bench.kills import is_intact
 from tests.launch import Program
-
-
-def test_losses_near_zero_differ_by_rounding_only():
-    """Regression test: of 3 kills of SogCLR, one loss of 1.9e-5 differed by 5e-9, which was taken for a lost step."""
-    assert relative_difference(1.93059805e-05, 1.931101e-05) < TOLERANCE
-    assert relative_difference(0.0, 0.0) == 0
-    assert relative_difference(1e-5, -1e-5) > TOLERANCE
-    assert relative_difference(2.0, 2.001) > TOLERANCE
-    assert relative_difference(math.nan, 1.0) == math.inf
 
 
 @pytest.mark.slow
@@ -30,10 +21,10 @@ def test_nothing_is_lost_by_kills(tmp_path):
     result = json.loads((tmp_path / "kills.json").read_text())
     assert is_intact(result)
     assert result["kills"] == 2
-    assert result["evaluations"] > 0
-    for key in ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks"):
-        assert not is_intact({**result, key: False})
-    assert not is_intact({**result, "largest_relative_difference_of_a_loss": math.inf})
-    same_layout = {**result, "same_layout": True}
-    assert is_intact({**same_layout, "same_bits": True})
-    assert not is_intact({**same_layout, "same_bits": False})
+    for wrong in (
+        *({key: False} for key in ("same_samples_in_the_same_order", "same_steps", "same_evaluations")),
+        {"same_rollbacks": False}, {"evaluations": 0}, {"rollbacks": 0},
+        {"largest_relative_difference_of_a_loss": math.inf}, {"same_layout": True, "same_bits": False},
+    ):  # fmt: skip
+        assert not is_intact({**result, **wrong}), wrong
+    assert is_intact({**result, "same_layout": True, "same_bits": True})

@@ -12,18 +12,14 @@ from jobs.studies.declare import units_of
 from tests.launch import run as launch
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("studies")  # which share a corpus
-
-
 def study(*words: str, size: str = "smoke", place: Path) -> subprocess.CompletedProcess[str]:
     return launch("jobs.study", *words, "--size", size, "--output", str(place), timeout=900, check=False)
 
 
 @pytest.mark.slow
-def test_a_study_runs_renders_and_repeats_no_finished_run(place):
-    """One that needs all that a study can need: several ranks, measured normalizers."""
+def test_a_study_runs_renders_and_repeats_no_finished_run(tmp_path):
+    """One that needs all that a study can need: several ranks, measured normalizers; and one whose runs fail."""
+    place = tmp_path / "studies"  # which share a corpus
     done = study("scaling", place=place)
     assert done.returncode == 0, done.stderr[-3000:]
     (unit,) = units_of("scaling", size="smoke")
@@ -41,10 +37,6 @@ def test_a_study_runs_renders_and_repeats_no_finished_run(place):
     before = file.stat().st_mtime_ns
     assert "1 of them done" in study("scaling", place=place).stdout
     assert file.stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_a_failed_run_is_reported_and_the_rest_is_rendered(place):
     done = study("gamma", "model.arch=nowhere.json", place=place)
     assert done.returncode == 1
     assert "FAILED: gamma/many-epochs/sogclr/seed0 (exit code 2)" in done.stderr

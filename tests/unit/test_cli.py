@@ -10,11 +10,8 @@ import shlex
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from jobs import cli
-from jobs.recipe_option import TRAINING, RecipePath
-from jobs.train import command as train
 from pipeline.errors import UserError
 from tests.launch import python
 
@@ -102,14 +99,20 @@ ANSWERED = [
     ("features data/mine --model M --output x", "MODEL is an argument: neuclip features MODEL"),
     ("manifest --folder x", "FOLDER is an argument: neuclip manifest FOLDER"),
     ("report R --frobnicate 4", "No such option '--frobnicate'."),
+    ("train --recipe cc3m optimizer.lrr=3", "optimizer.lrr (given 3). The nearest valid key is optimizer.lr."),
     ("report A B --mixed", "Runs that were evaluated differently are not compared"),
+    ("train --recipe cc12.yaml", "no recipe cc12.yaml. The nearest is cc12m. Allowed: cc12m, cc12m-fast, "),
+    ("train --recipe cc12m --dry-run model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
+    ("train --recipe cc12m --dry-run engine.deepspeed=zero2_bf16 optimizer.name=lamb", "not work with ZeRO stage 2"),
 ]
 
 
 def test_what_people_write_is_answered_by_what_is_meant(capsys):
     for line, answer in ANSWERED:
         assert exit_code(*shlex.split(line)) == 2, line
-        assert answer in " ".join(capsys.readouterr().err.split()), line
+        printed = " ".join(capsys.readouterr().err.split())
+        assert answer in printed, line
+        assert len(printed) < 900, line
 
 
 def test_help_lists_every_command_in_its_group_and_each_has_help(capsys):
@@ -121,14 +124,10 @@ def test_help_lists_every_command_in_its_group_and_each_has_help(capsys):
         assert f"Usage: neuclip {name}" in capsys.readouterr().out
 
 
-def test_user_error_is_one_paragraph_without_traceback(capsys):
-    assert exit_code("train", "--recipe", "cc3m", "optimizer.lrr=3") == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "optimizer.lrr" in printed
-    assert "The nearest valid key is optimizer.lr" in printed
-    assert "Traceback" not in printed
-    assert exit_code("--debug", "train", "--recipe", "cc3m", "optimizer.lrr=3") == 2
-    assert "Traceback" in capsys.readouterr().err
+def test_a_traceback_is_printed_if_asked_for(capsys):
+    for debug in ([], ["--debug"]):
+        assert exit_code(*debug, "train", "--recipe", "cc3m", "optimizer.lrr=3") == 2
+        assert ("Traceback" in capsys.readouterr().err) == bool(debug)
 
 
 @pytest.mark.parametrize(
@@ -185,35 +184,13 @@ cli.main(["settings"])
     assert "Interrupted." in done.stderr
 
 
-def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path):
-    recipe = RecipePath(TRAINING)
-    assert recipe.convert("cc12m", None, None) == str(TRAINING / "cc12m.yaml")
-    (tmp_path / "mine.yaml").write_text("")
-    assert recipe.convert(str(tmp_path / "mine.yaml"), None, None) == str(tmp_path / "mine.yaml")
-    allowed = "Allowed: cc12m, cc12m-fast, cc3m"
-    with pytest.raises(UserError, match=f"There is no recipe cc12.yaml. The nearest is cc12m. {allowed}"):
-        recipe.convert("cc12.yaml", None, None)
-
-
-def test_dry_run_finds_errors_that_would_end_the_run():
-    for wrong, words in (
-        ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
-        ("engine.deepspeed=zero2_bf16 optimizer.name=lamb", "does not work with ZeRO stage 2"),
-    ):
-        result = CliRunner().invoke(train, ["--recipe", "cc12m", "--dry-run", *wrong.split()])
-        assert isinstance(result.exception, UserError)
-        assert words in str(result.exception)
-        assert len(str(result.exception)) < 600
-
-
-@pytest.mark.parametrize("name", [None, *sorted(cli.ALLOCATOR_SETTINGS)])
-def test_the_allocator_grows_its_segments_where_there_is_a_gpu_and_the_user_says_nothing(name, tmp_path, monkeypatch):
-    given = {name: "max_split_size_mb:64"} if name else {}
-    environment = dict(given)
-    monkeypatch.setattr(os, "environ", environment)
+def test_the_allocator_grows_its_segments_where_there_is_a_gpu_and_the_user_says_nothing(tmp_path, monkeypatch):
     (tmp_path / "nvidiactl").touch()
-    cli.use_expandable_segments(tmp_path)
-    assert environment == given
-    (tmp_path / "nvidia0").touch()
-    cli.use_expandable_segments(tmp_path)
-    assert environment == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    for device in (False, True):
+        if device:
+            (tmp_path / "nvidia0").touch()
+        for name in (None, *cli.ALLOCATOR_SETTINGS):
+            given = {name: "max_split_size_mb:64"} if name else {}
+            monkeypatch.setattr(os, "environ", dict(given))
+            cli.use_expandable_segments(tmp_path)
+            assert os.environ == (given or ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device else {}))

@@ -14,7 +14,7 @@ import pytest
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import update_scores, write_report
-from pipeline.report.figures import SMALL, Line, line_chart, pooled, smoothed
+from pipeline.report.charts import SMALL, Line, line_chart, pooled, smoothed
 from pipeline.report.run_data import read_run
 from tests.report_runs import make_run
 
@@ -30,9 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_ends_of_epochs_do_not_hide_other_events(run):
-    ends = [
-        {"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"} for k in range(104)
-    ]
+    ends = [{"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"} for k in (49, 50)]
     append(run, {"kind": "event", "time": 1, "message": "A step was skipped"})
     append(run, *({"kind": "event", "time": 9, "message": f"Epoch {e['epoch']} done", "data": e} for e in ends))
     page = write_report([run]).read_text()
@@ -44,14 +42,9 @@ def test_a_run_that_was_only_validated_shows_its_result(run):
     """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
     assert "Validation loss" not in write_report([run]).read_text()
     shutil.rmtree(run / "evaluation")
-    rows = (
-        (50, 9.0, 0.1, 0.1),
-        (50, 1.5, 0.25, 0.35),
-        (100, 1.0, 0.5, 0.7),
-        (150, 2.0, 0.4, 0.4),
-        (151, math.nan, 0, 0),
-    )
-    for step, loss, text, image in rows:
+    for step, loss, text, image in (
+        (50, 9.0, 0.1, 0.1), (50, 1.5, 0.25, 0.35), (100, 1.0, 0.5, 0.7), (150, 2.0, 0.4, 0.4), (151, math.nan, 0, 0)
+    ):  # fmt: skip
         scores = {"loss": loss, "image_to_text_r1": text, "text_to_image_r1": image, "pairs": 100.0}
         append(run, {"kind": "validation", "step": step, **scores})
     x, y = read_run(run).validation("loss")  # the last line of a step counts, as after a resume
@@ -67,22 +60,17 @@ def test_a_run_that_was_only_validated_shows_its_result(run):
         assert part in html
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "labels"),
-    [
+def test_axes_begin_at_0_and_enclose_the_curves():
+    for values, options, labels in (
         ([0.0408, 0.0412], {}, "0 0.01 0.02 0.03 0.04 0.05"),
         ([0, 3e-6, 9e-6], {}, "0 2.0e-6 4.0e-6 6.0e-6 8.0e-6 1.0e-5"),
         ([-0.79, 0.34], {}, "-1.0 -0.5 0 0.5"),
         ([-5, -5], {}, "-5 -4 -3 -2 -1 0"),
         ([0.4, 0.94], {"percent": True, "size": SMALL}, "0 50% 100%"),  # not 120%
-    ],
-)
-def test_axes_begin_at_0_and_enclose_the_curves(values, options, labels):
-    x = np.linspace(0.0, 219_904.0, len(values)) if len(values) > 1 else np.array([219_904.0])
-    svg = line_chart([Line(x, np.array(values, float))], **options)
-    found = re.findall(r">([^<>]+)</text>", svg.replace("\u2212", "-"))
-    below = "0 200k" if "size" in options else "0 100k 200k"
-    assert " ".join(found) == f"{below} {labels}"
+    ):
+        svg = line_chart([Line(np.linspace(0.0, 219_904.0, len(values)), np.array(values, float))], **options)
+        texts = re.findall(r">([^<>]+)</text>", svg.replace("\u2212", "-"))
+        assert " ".join(texts) == f"{'0 200k' if 'size' in options else '0 100k 200k'} {labels}"
 
 
 def test_page_is_self_contained_and_escaped(run):
@@ -120,42 +108,42 @@ def test_page_reports_the_results_of_the_run(run):
     assert re.search(r">colour</th>.*?width: 60.00%.*?left: 10.00%.*?>60.0%</td>", html), "a bar with a tick at chance"
     part = html[html.index("Every task over samples seen") : html.index("Images retrieved for captions")]
     assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
-    text = (run / "report.md").read_text()
-    for part in ("| colour | acc1 | 60.0% | 10.0% | 100 |", "| http 404 | 7 |", "scenes/size could not be scored: the"):
+    text, end, shards = (run / "report.md").read_text(), html.split("<footer>")[1], read_run(run).manifests[0].root
+    for part in (
+        "| colour | acc1 | 60.0% | 10.0% | 100 |", "| http 404 | 7 |", "scenes/size could not be scored: the",
+        f"Next: `neuclip playground {run} --images {shards}` lets you try it",
+    ):  # fmt: skip
         assert part in text
-    end, shards = html.split("<footer>")[1], read_run(run).manifests[0].root
     assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
     assert f"<code>neuclip export {run} --output hub/run</code>" in end
     assert "neuclip evaluate" not in end
-    assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in text
     assert write_report([run]).read_text() == html, "the same run gives the same bytes"
 
 
-@pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
-def test_data_that_were_not_downloaded_have_no_urls(tmp_path, facts, counted):
-    run = make_run(tmp_path / "run")
-    failures = {"image file missing": 10} if counted == "rows" else {}
-    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts=facts).save(run / "shards")
-    html = write_report([run]).read_text()
-    markdown = (run / "report.md").read_text()
-    assert f"of {90 + sum(failures.values())} {counted}" in html
-    assert f"<dt>{counted} tried</dt>" in html
-    assert ("Why rows gave no sample" in html) == bool(failures)
-    assert ("| failure | rows |" in markdown) == bool(failures)
-    assert ("None of 90 samples failed." in html) != bool(failures)
-    assert "URL" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
-    assert "URL" not in markdown
+def test_data_that_were_not_downloaded_have_no_urls(run):
+    for facts, counted in (({"made by": "neuclip pairs"}, "rows"), ({}, "samples")):
+        failures = {"image file missing": 10} if counted == "rows" else {}
+        make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts=facts).save(run / "shards")
+        html, markdown = write_report([run]).read_text(), (run / "report.md").read_text()
+        assert f"of {90 + sum(failures.values())} {counted}" in html
+        assert f"<dt>{counted} tried</dt>" in html
+        assert ("Why rows gave no sample" in html) == bool(failures)
+        assert ("| failure | rows |" in markdown) == bool(failures)
+        assert ("None of 90 samples failed." in html) != bool(failures)
+        assert "URL" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL) + markdown
 
 
 def test_missing_inputs_are_listed_and_not_invented(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
+    for name in ("run", "nowhere"):
+        with pytest.raises(UserError, match=name):
+            read_run(tmp_path / name)
     (folder / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "train", "step": 1e999, "samples": 8}\n'
         '{"kind": "train", "step": "2", "samples": "16"}\n{"kind": "validation", "step": "2"}\n{"kind": "tra'
     )
-    read = read_run(folder)
-    notes = " ".join(read.notes)
+    notes = " ".join(read_run(folder).notes)
     for missing in ("No configuration", "No ingestion", "2 of 5 lines"):
         assert missing in notes
     html = write_report([folder]).read_text()
@@ -174,7 +162,8 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "runs" / "one")
-    config = {"output": "runs/one", "data": {"sources": [{"manifest": "runs/one/shards"}]}}
+    (folder / "shards").rename(tmp_path / "my-shards")
+    config = {"output": "runs/one", "data": {"sources": [{"manifest": "my-shards"}]}}
     (folder / "config.yaml").write_text(json.dumps(config))
     monkeypatch.chdir("/")
     assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
@@ -202,19 +191,17 @@ def test_damaged_results_and_those_of_other_weights_are_skipped_and_listed(run):
 
 def test_the_curves_and_evaluations_of_a_run(run):
     append(run, {"kind": "train", "step": 50, "samples": 400, "loss": 123.0, "ratio_max": 1.0})
-    found = read_run(run)
-    samples, loss = found.curve("loss")
+    read = read_run(run)
+    samples, loss = read.curve("loss")
     assert list(samples) == [8 * step for step in range(10, 101, 10)], "a resumed run counts each step once"
     assert loss[4] == 123.0
-    assert len(found.curve("ratio_max")[0]) == 9, "a value that is not finite is not drawn"
-    assert [(e.checkpoint, e.samples) for e in found.evaluations] == [("step-00000050", 400), ("step-00000100", 800)]
-
-
-def test_a_folder_that_is_not_a_run_is_rejected(tmp_path):
-    (tmp_path / "nothing").mkdir()
-    for name in ("nothing", "nowhere"):
-        with pytest.raises(UserError, match=name):
-            read_run(tmp_path / name)
+    assert len(read.curve("ratio_max")[0]) == 9, "a value that is not finite is not drawn"
+    assert [(e.checkpoint, e.samples) for e in read.evaluations] == [("step-00000050", 400), ("step-00000100", 800)]
+    for step, source in ((50, "run/checkpoints/step-00000050/ema"), (100, "run/checkpoints/step-00000100")):
+        (run / f"evaluation/step-{step:08d}/timings.json").write_text(json.dumps({"source": source, "tasks": {}}))
+    assert any("step-00000050 are of the average of the weights (EMA)" in note for note in read_run(run).notes)
+    shutil.rmtree(run / "evaluation/step-00000100")
+    assert not any("average" in note for note in read_run(run).notes)
 
 
 def test_scores_as_tensorboard_scalars(run):
@@ -225,16 +212,8 @@ def test_scores_as_tensorboard_scalars(run):
         update_scores(run)
     events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
     events.Reload()
-    found = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]
-    assert found == [(50, 0.3), (100, 0.6)]
-
-
-def test_curves_of_trained_and_averaged_weights_are_noted(run):
-    for step, source in ((50, "run/checkpoints/step-00000050/ema"), (100, "run/checkpoints/step-00000100")):
-        (run / f"evaluation/step-{step:08d}/timings.json").write_text(json.dumps({"source": source, "tasks": {}}))
-    assert any("step-00000050 are of the average of the weights (EMA)" in note for note in read_run(run).notes)
-    shutil.rmtree(run / "evaluation/step-00000100")
-    assert not any("average" in note for note in read_run(run).notes)
+    scalars = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]
+    assert scalars == [(50, 0.3), (100, 0.6)]
 
 
 def test_pooling_and_smoothing_preserve_means_and_lines():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,33 +10,21 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from jobs.settings import EXPERT, chapters, command, page, settings_of
+from jobs.settings import EXPERT, Setting, chapters, command, page
 from pipeline.config import read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names
-from pipeline.training.recipe import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 
 
-def sections() -> Iterator[tuple[str, str]]:
-    """Module and name of every public class with the `section` decorator."""
-    for path in sorted(path for folder in ("pipeline", "data_prep", "jobs") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
-                continue
-            if "section" in map(ast.unparse, node.decorator_list):
-                yield ".".join(path.relative_to(ROOT).with_suffix("").parts), node.name
+def all_settings() -> list[Setting]:
+    return [setting for chapter in chapters(objective_names()) for setting in chapter.settings]
 
 
-@pytest.mark.parametrize(("module", "name"), sections(), ids=lambda value: value)
-def test_every_setting_is_documented(module, name):
-    """Subsections need no docstring under their field: their class has one."""
-    cls = getattr(importlib.import_module(module), name)
-    own = [setting for setting in settings_of(cls) if "." not in setting.key]
-    missing = [setting.key for setting in own if not setting.meaning]
-    assert not missing, f"{module}.{name} needs a docstring under each of: {', '.join(missing)}"
+def test_every_setting_is_documented():
+    assert not [setting.key for setting in all_settings() if not setting.meaning], "these need docstrings"
 
 
 def test_the_page_is_up_to_date():
@@ -71,36 +57,27 @@ def test_every_setting_is_in_a_recipe_a_study_or_a_page():
     text = "\n".join([*code, *(path.read_text(encoding="utf-8") for path in ROOT.glob("jobs/studies/*.yaml"))])
     named = recipes | {key for block in blocks for key in keys_in(block)}
     named |= set(re.findall(r"[\w.]*\w", text))
-    keys = {setting.key for chapter in chapters(objective_names()) for setting in chapter.settings}
+    keys = {setting.key for setting in all_settings()}
     lost = [key for key in sorted(keys - named) if not ("[]" in key and key.rpartition(".")[2] in named)]
     assert not lost, f"in no recipe, study or page: {', '.join(lost)}"
 
 
+def shown(*arguments: str) -> str:
+    return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
+
+
 def test_settings_in_the_terminal():
-    done = CliRunner().invoke(command, ["data.streams"])
-    assert "data.streams  (default 64; integer in [1, 65,536])" in done.output
-    assert "tau_lr" not in done.output
-    assert "objective.tau_lr" in CliRunner().invoke(command, ["tau", "lr"]).output
+    assert "data.streams  (default 64; integer in [1, 65,536])" in shown("data.streams")
+    assert "tau_lr" not in shown("data.streams")
+    assert "objective.tau_lr" in shown("tau", "lr")
     for wrong, nearest in (("data.straems", "data.streams"), ("optimzer", "optimizer")):
         with pytest.raises(UserError, match=f"The nearest is {nearest}\\."):
-            CliRunner().invoke(command, [wrong], catch_exceptions=False)
+            shown(wrong)
 
 
 def test_expert_settings_are_shown_to_those_who_ask():
-    def shown(*arguments: str) -> str:
-        return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
-
-    keys = {setting.key for chapter in chapters(objective_names()) for setting in chapter.settings}
+    keys = {setting.key for setting in all_settings()}
     assert keys >= EXPERT, f"no settings: {sorted(EXPERT - keys)}"
     for arguments, there in (((), False), (("--all",), True), (("engine.",), False), (("engine.probe",), True)):
         assert ("  engine.probe  (" in shown(*arguments)) == there, arguments
     assert "`engine.probe`" not in PAGE.read_text(encoding="utf-8")
-
-
-def test_every_key_of_training_is_listed_with_its_default():
-    found = {setting.key: setting for setting in settings_of(RunConfig)}
-    assert found["samples"].default == "required"
-    assert found["optimizer.betas"].default == "`[0.9, 0.98]`"
-    assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion`, `sgd` or `muon`"
-    assert found["model.patch_dropout"].allowed == "number in [0, 1) or null"
-    assert found["data.sources[].weight"].default == "`1.0`"

@@ -1,18 +1,46 @@
-"""The GPU measurements: they need a GPU, keep what they have measured, and run in a tiny form on a CPU."""
+"""The benchmarks of steps: their contenders and texts, and the GPU's, which runs in a tiny form on a CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from jobs.bench import gpu
+from jobs.bench import gpu, train
 from jobs.bench.harness import summary
+from jobs.bench.train import COMPILED, THEIRS
+from pipeline.distributed.world import World
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.launch import lives, run, wait_for
+
+
+def test_open_clip_is_compiled_on_gpus_and_where_it_is_asked_for():
+    for device, words, expected in (
+        ("cpu", "", [THEIRS, "ours, openclip", "ours, neuclip"]),
+        ("cpu", "--torchcompile", [THEIRS, COMPILED, "ours, openclip", "ours, neuclip"]),
+        ("cuda", "--objectives siglip", [THEIRS, COMPILED, "ours, siglip"]),
+        ("cuda", "--no-torchcompile --variant 'a=1 b=2'",
+         [THEIRS, "ours, openclip", "ours, neuclip", "ours, openclip, a=1, b=2"]),
+        ("cuda", "--ranks 2 --objectives openclip --variant 'objective.name=neuclip objective.rho=3'",
+         ["ours, openclip", "ours, neuclip, objective.rho=3"]),
+    ):  # fmt: skip
+        args, world = train.options().parse_args(shlex.split(words)), World(device=torch.device(device))
+        with ExitStack() as stack:  # they are named before they are built
+            assert list(train.contenders(args, None, world=world, stack=stack)) == expected
+
+
+def test_texts_have_the_lengths_of_web_captions_or_the_full_one():
+    tokenize = build_towers(ModelConfig(arch="ViT-B-32"), seed=0, device="meta")[1].tokenize
+    for name, (low, high) in {"cc12m": (25, 31), "full": (77, 77)}.items():
+        generator = torch.Generator().manual_seed(0)
+        first, second = (tokenize(train.captions(name, 1024, generator)) for _ in range(2))
+        assert low <= (first.argmax(1) + 1).float().mean() <= high, name
+        assert not torch.equal(first, second)
 
 
 def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path):
@@ -47,27 +75,22 @@ def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):
         gpu.program("-c", "print('why'); raise SystemExit(3)", tiny=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tiny", "--output", "{folder}/file"], "cannot be written (File exists): give --output another name"),
-        pytest.param(["--output", "{folder}/x.json"], "sees no GPU on this machine, so nothing was measured",
-                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_measured_is_refused(words, message, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as refused:
-        gpu.main([word.replace("{folder}", str(tmp_path)) for word in words])
-    assert message in f"{refused.value} {capsys.readouterr().err}"
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "file"
+    file.touch()
+    for words, message in (
+        (["--tiny", "--output", str(file)], r"cannot be written \(File exists\): give --output another name"),
+        (["--output", f"{file}.json"], "sees no GPU on this machine, so nothing was measured"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            gpu.main(words)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_figures_are_those_of_the_second_half():
-    steps: list[dict[str, Any]] = [
-        {"kind": "train", "loss": 1.0, "samples_per_second": rate, "lr": 1.0, "time_npn": 0.1}
-        for rate in (1, 2, 30, 40, 50)
-    ]
+    step = {"kind": "train", "loss": 1.0, "lr": 1.0, "time_npn": 0.1}
+    steps = [{**step, "samples_per_second": rate} for rate in (1, 2, 30, 40, 50)]
     counts = {"steps_logged": 5.0, "evaluations": 1.0}
     expected = {**counts, "loss": 1.0, "samples_per_second": 40.0, "time_npn": 0.1}
     assert gpu.figures([{"kind": "event"}, *steps, {"kind": "evaluation"}]) == expected

@@ -104,7 +104,9 @@ def _features(model: EvaluationModel, batch: PairBatch, facts: FeatureFacts) -> 
     """The values of a batch's records, [b, values]."""
     if facts.tower is None:
         return torch.cat(encode(model, batch), dim=1)
-    return model.image_outputs(batch.image.to(next(model.towers.parameters()).device))
+    with torch.no_grad():
+        outputs: Tensor = model.towers(batch.image.to(next(model.towers.parameters()).device), None)
+    return outputs
 
 
 def image_reader(model: EvaluationModel, facts: FeatureFacts) -> ImageOf:

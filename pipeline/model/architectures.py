@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.foreign_weights import read_json, stored_description, wrong_type
+from pipeline.files import parse_mapping, read_bounded
+from pipeline.model.foreign_weights import check_types, stored_description
 from pipeline.pictures.pixels import WHITE, Colour
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
@@ -73,14 +74,6 @@ class Architecture:
         return tuple(self.preprocess_cfg["std"])
 
 
-def architecture_names() -> tuple[str, ...]:
-    """Every name that `model.arch` accepts; it also accepts the path of a JSON file."""
-    import open_clip
-
-    ours = sorted(path.stem for path in OUR_CONFIGS.glob("*.json"))
-    return (*ours, *(name for name in open_clip.list_models() if name not in ours))
-
-
 def register(arch: str) -> str:
     """The name by which open_clip knows `arch`, which is registered there if it is one of our configs or a JSON file.
 
@@ -91,14 +84,17 @@ def register(arch: str) -> str:
 
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
-        if problem := wrong_type({"model_cfg": read_json(path)}, file=str(path)):  # which open_clip passes over
-            raise UserError(f"model.arch = {path} is not an architecture in open_clip's format: {problem}.")
+        try:  # open_clip passes over such files
+            check_types({"model_cfg": parse_mapping(read_bounded(path))}, file=path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.arch = {path} is not in open_clip's format: {in_a_line(error)}.") from error
         open_clip.add_model_config(path)
         return path.stem
     if arch.endswith(".json"):
         raise UserError(f"model.arch = {arch!r}: there is no such file. Give a JSON file in open_clip's format.")
     if arch not in open_clip.list_models():
-        raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, architecture_names())}")
+        names = [*sorted(path.stem for path in OUR_CONFIGS.glob("*.json")), *open_clip.list_models()]
+        raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, tuple(dict.fromkeys(names)))}")
     return arch
 
 

@@ -24,7 +24,6 @@ SECONDS = 10.0
 """How long the hub may take to answer."""
 FROM_WEIGHTS = "pretrained"
 """As `model.arch`: the architecture that is stored with the weights."""
-HUB_FILES = ("open_clip_*", "*.json", "*.model", "*.txt", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,10 @@ def find_start(arch: str, pretrained: str | None) -> Start:
 
 def start_of(spec: str) -> Start:
     """What `evaluate`, `export` and others load: a model folder, a run, or ARCH:PRETRAINED; errors as `resolve`."""
-    folder = _download(spec.removeprefix(HUB)) if spec.startswith(HUB) else model_folder_in(Path(spec))
-    if folder is not None:
+    if (folder := folder_of(spec)) is not None:
         return start_in(folder)
-    arch, colon, pretrained = spec.partition(":")
-    if not colon or not pretrained:
+    arch, _, pretrained = spec.partition(":")
+    if not pretrained:
         raise no_model(spec)
     start = resolve(arch, pretrained)
     return start if start.folder is None else start_in(start.folder)
@@ -112,30 +110,26 @@ def start_in(folder: Path, *, load: bool = True) -> Start:
 
 
 def folder_of(pretrained: str) -> Path | None:
-    """The model folder that a `model.pretrained` means; None for files and tags."""
+    """The model folder that a `model.pretrained` means; None for files and tags. A model of the hub is downloaded.
+
+    Raises:
+        UserError: It cannot be downloaded, or a folder is none of a model.
+    """
     if pretrained.startswith(HUB):
-        return _download(pretrained.removeprefix(HUB))
+        import huggingface_hub
+
+        with _hub_or_cache(pretrained, instead="give a local folder."):
+            name, files = pretrained.removeprefix(HUB), ["open_clip_*", "*.json", "*.model", "*.txt", "merges.txt"]
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+        if not (folder / MODEL_CONFIG_NAME).is_file():
+            raise UserError(f"{pretrained} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
+        return folder
     path = Path(pretrained)
     if not path.is_dir():
         return None
-    folder = model_folder_in(path)
-    if folder is None:
-        raise UserError(
-            f"model.pretrained = {path} is neither a model folder ({MODEL_CONFIG_NAME}, or transformers' config.json) "
-            "nor a run with checkpoints."
-        )
-    return folder
-
-
-def _download(name: str) -> Path:
-    """The folder of a hub model."""
-    import huggingface_hub
-
-    with _hub_or_cache(f"{HUB}{name}", instead="give a local folder."):
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    if not (folder / MODEL_CONFIG_NAME).is_file():
-        raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
-    return folder
+    if (model := model_folder_in(path)) is None:
+        raise no_model(pretrained)
+    return model
 
 
 @functools.cache

@@ -95,12 +95,15 @@ class ModelConfig:
 class Towers(nn.Module):
     """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
 
-    def __init__(
-        self, clip: nn.Module, *, logit: tuple[float, float | None] | None = None, notes: tuple[str, ...] = ()
-    ) -> None:
-        """`logit`: log(1/tau) and bias of the pretrained weights. `notes`: what a run's log says about the towers."""
+    def __init__(self, clip: nn.Module, *, pretrained: bool = True, notes: tuple[str, ...] = ()) -> None:
+        """`pretrained`: the temperature is of weights. `notes`: what a run's log says about the towers."""
         super().__init__()
-        self.logit, self.notes = logit, notes
+        self.notes = notes
+        self.logit: tuple[float, float | None] | None = None
+        """log(1/tau) and bias of the pretrained weights."""
+        scale, bias = (getattr(clip, name, None) for name in LOGIT_KEYS)
+        if pretrained and scale is not None and not scale.is_meta:
+            self.logit = float(scale.detach()), None if bias is None else float(bias.detach())
         for name in LOGIT_KEYS:  # a 0-dim parameter crashes DeepSpeed, and bf16 would round it
             if getattr(clip, name, None) is not None:
                 delattr(clip, name)
@@ -192,14 +195,6 @@ def check_model(config: ModelConfig) -> None:
     build_towers(without_weights(config), seed=0, device="meta")
 
 
-def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
-    """`(log(1/tau), bias)` of a model, as its weights have them."""
-    scale, bias = (getattr(clip, name, None) for name in LOGIT_KEYS)
-    if not isinstance(scale, Tensor) or scale.is_meta:
-        return None
-    return float(scale.detach()), None if bias is None else float(bias.detach())
-
-
 def unread_pixels(visual: nn.Module, image_size: int) -> tuple[str, ...]:
     """A sentence about the pixels at the right and the bottom that fill no whole patch, if there are any."""
     patches = getattr(getattr(visual, "trunk", None), "patch_embed", visual)
@@ -248,7 +243,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             f"The architecture {start.name} states vision_cfg.image_size = {architecture.image_size}, and its timm "
             f"model takes images of {taken[0]} px: write that in its JSON file, or set model.image_size."
         )
-    logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None
     text_blocks = config.unlocked_text_blocks if config.lock_text else None
     lock_towers(clip, image=image_blocks, text=text_blocks)
@@ -260,7 +254,8 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_packed_attention(clip)
         use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
-    towers = Towers(clip, logit=logit, notes=unread_pixels(clip.visual, architecture.image_size))  # type: ignore[arg-type]
+    notes = unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
+    towers = Towers(clip, pretrained=bool(config.pretrained), notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]
     return towers, architecture

@@ -136,7 +136,7 @@ def test_incompatible_settings_are_rejected_before_the_run_starts(base):
         (["model.arch=pretrained"], "must then be a model folder, a run or hf-hub:OWNER/NAME; it is None"),
         (["model.arch=ViT-B-32", f"model.pretrained={base}/first"], "holds another architecture"),
         (["model.arch=coca_ViT-B-32"], "is a CoCa model"),
-        (["model.arch=pretrained", f"model.pretrained={base / 'shards'}"], "is neither a model folder"),
+        (["model.arch=pretrained", f"model.pretrained={base / 'shards'}"], "neither a folder with"),
         (["model.arch=pretrained", f"model.pretrained={base}/first", "model.lock_image=true",
           "model.lock_text=true"],
          "nothing is left to train"),

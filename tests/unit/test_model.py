@@ -10,7 +10,6 @@ import torch
 from jobs import cli
 from pipeline.errors import UserError
 from pipeline.evaluation.identity import model_config_digest
-from pipeline.model.architectures import architecture_names
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
@@ -93,7 +92,6 @@ def test_an_architecture_is_one_json_file(tmp_path, monkeypatch, capsys):
     """What CONTRIBUTING says to add: the file, in the folder of our configs; the commands know its name then."""
     monkeypatch.setattr("pipeline.model.architectures.OUR_CONFIGS", tmp_path)
     (tmp_path / "toy-of-a-test.json").write_text(json.dumps(TINY))
-    assert architecture_names()[0] == "toy-of-a-test"
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--dry-run", "data.sources=x", "output=y", "samples=80", "batch_size=8",
                   "data.streams=8", "schedule.warmup_steps=1",
@@ -123,10 +121,10 @@ TIMM = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj":
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "is not a JSON object"),
+        (b"[]", "is not in open_clip's format: not a mapping"),
         (b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}', "model_cfg.embed_dim is wrong: Input"),
-        (b"{", "cannot be read as JSON"),
-        (b"\xe9", "cannot be read as JSON"),
+        (b"{", "is not in open_clip's format: Expecting property name"),
+        (b"\xe9", "is not in open_clip's format: 'utf-8' codec"),
         (None, "there is no such file"),
         (
             json.dumps({"embed_dim": 16, "text_cfg": {"layers": 1}, "vision_cfg": TIMM}).encode(),

@@ -49,14 +49,11 @@ def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
     Raises:
         UserError: There is no checkpoint, or it is damaged.
     """
-    if best:
-        path = best_checkpoint(source)
-    else:
-        path = source if (source / META_NAME).is_file() else next(reversed(finished_checkpoints(source)), None)
+    candidates = finished_checkpoints(source) if not (source / META_NAME).is_file() else [source]
+    path = best_checkpoint(source) if best else next(reversed(candidates), None)
     if path is None:
-        no_best = "has no best checkpoint: it is not a run with validation.sources"
-        none = f"is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints"
-        raise UserError(f"{source} {no_best if best else none}.")
+        best_of = " that validates (validation.sources), as --best needs" if best else ""
+        raise UserError(f"{source} is neither a checkpoint nor a run with checkpoints{best_of}.")
     try:
         return open_checkpoint(path)
     except UserError as error:

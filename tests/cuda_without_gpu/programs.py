@@ -70,15 +70,14 @@ def npn_step(*, ranks: int, batch: int, update: str = "replicated", compiled: bo
     return [kernel for kernel in step if kernel.part == "npn"]
 
 
-def block_step(*, rows: int, packed: bool) -> list[Kernel]:
+def block_step(*, rows: int) -> list[Kernel]:
     """Forward and backward pass of one block of ViT-B/16's image tower, in bf16."""
     from open_clip.transformer import ResidualAttentionBlock
 
     # Autograd asks the CUDA driver for streams, so it runs on the meta device.
     with fake_gpu("meta") as trace, torch.device("meta"), flash_attention():
         block: nn.Module = ResidualAttentionBlock(768, 12).bfloat16()
-        if packed:
-            replace_modules(block, {block.attn: PackedAttention})
+        replace_modules(block, {block.attn: PackedAttention})
         x = torch.empty(rows, 197, 768, dtype=torch.bfloat16, requires_grad=True)
         trace.kernels.clear()
         with torch.enable_grad():

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.metrics.mfu import _fused_attention, _storage, activation_bytes, measure_towers
 from pipeline.model.image_tower import use_bf16_layer_norms
 from pipeline.model.towers import ModelConfig, build_towers
-from tests.cuda_without_gpu.kernel_trace import Kernel, fake_gpu
+from tests.cuda_without_gpu.kernel_trace import Kernel
 from tests.cuda_without_gpu.programs import block_step, npn_step, objective_step
 
 RANKS, BATCH = 8, 5120
@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[Callable[[], list[Kernel]], int, float]] = {
     "npn_prototypes_compiled": (
         lambda: npn_step(ranks=RANKS, batch=BATCH, update="prototypes", compiled=True), 294, 1.39),
     "npn_whole_batch_on_one_gpu": (lambda: npn_step(ranks=1, batch=BATCH), 884, 17.14),
-    "tower_block": (lambda: block_step(rows=640, packed=True), 29, 22.72),
+    "tower_block": (lambda: block_step(rows=640), 29, 22.72),
 }  # fmt: skip
 
 
@@ -41,38 +41,6 @@ def test_a_step_stays_within_its_budget(name):
     assert moved <= 1.01 * gigabytes, f"{moved:.2f} GB instead of {gigabytes}"
     assert len(found) > 0.95 * kernels, f"now {len(found)} kernels: lower the budget of {kernels}"
     assert moved > 0.95 * gigabytes, f"now {moved:.2f} GB: lower the budget of {gigabytes}"
-
-
-def test_packed_attention_needs_less_than_open_clips():
-    packed, plain = (block_step(rows=64, packed=packed) for packed in (True, False))
-    assert len(packed) < len(plain)
-    assert sum(k.bytes for k in packed) < 0.8 * sum(k.bytes for k in plain)
-
-
-def test_kernels_are_counted_with_their_bytes():
-    with fake_gpu() as trace:
-        a, b = torch.empty(10, 20, device="cuda"), torch.empty(20, 30, device="cuda", dtype=torch.float32)
-        product = a @ b
-        product.view(300).add_(1.0)
-        product.copy_(torch.empty_like(product))
-        product + torch.empty(1, device="cuda").expand(30)
-    assert [kernel.name for kernel in trace.kernels] == ["mm", "add_", "copy_", "add"]
-    assert [kernel.bytes_read for kernel in trace.kernels] == [4 * 800, 4 * 300, 4 * 300, 4 * 301]
-    assert {kernel.bytes_written for kernel in trace.kernels} == {4 * 300}
-
-
-def test_a_fused_formula_is_one_kernel_that_reads_its_arguments_once():
-    def formula(x: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        out.copy_(x.exp().mul(2))
-        total.add_(out.sum())
-        return x.mean(1)
-
-    with fake_gpu() as trace:
-        x, out = (torch.empty(10, 20, device="cuda") for _ in range(2))
-        trace.fused(formula, x, torch.empty(1, device="cuda"), out)
-    (kernel,) = trace.kernels
-    assert kernel.bytes_read == 4 * (200 + 1), "the output buffer is not read"
-    assert kernel.bytes_written == 4 * (200 + 1 + 10)
 
 
 @pytest.mark.parametrize("settings", [{}, {"lock_image": True}, {"grad_checkpointing": True}], ids=str)

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from tests.cuda_without_gpu.recorder import Record
-from tests.cuda_without_gpu.training_steps import FILES, QUEUED
+from tests.cuda_without_gpu.training_steps import FILES, QUEUED, Record
 from tests.launch import run
 
 READ = "training/step:read"

@@ -15,7 +15,6 @@ from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
-from tests.training import prepare, settings_in, train_here
 
 
 @pytest.mark.parametrize(("arch", "tag"), [("ViT-B-32", "openai"), ("ViT-B-16", "dfn2b"), ("RN50", "cc12m")])
@@ -110,9 +109,6 @@ def test_an_architecture_is_one_json_file(tmp_path, monkeypatch, capsys):
 def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
         check_model(ModelConfig(arch="scenes-vit-micro", tokenizer=str(tmp_path)))
-    given = settings_in(prepare(tmp_path, [16]), "run", "samples=16", f"model.tokenizer={tmp_path}")
-    with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
-        train_here(*given, "model.arch=scenes-vit-micro")
 
 
 TIMM = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj": "linear", "image_size": 64}

@@ -14,21 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.config import flatten, suggest
+from pipeline.config import suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.files import parse_mapping, read_bounded
-from pipeline.model.foreign_weights import check_types, stored_description
+from pipeline.model.foreign_weights import check_types
 from pipeline.pictures.pixels import WHITE, Colour
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"})
 """Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
-MAY_DIFFER = {
-    "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
-    "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
-}  # fmt: skip
-"""Settings of open_clip's description that do not define the towers; image size and context length may change."""
 
 
 @dataclass(frozen=True)
@@ -119,26 +114,6 @@ def check_tag(name: str, pretrained: str) -> None:
         raise UserError(
             f"{name}:{pretrained}: these weights were trained with {'QuickGELU' if trained else 'the exact GELU'}, and "
             f"{name} computes the other one, which would make every feature slightly wrong: {take}."
-        )
-
-
-def check_same_towers(folder: Path, name: str) -> None:
-    """Check that the model in `folder` has the architecture `name`, under which its weights will be saved.
-
-    Raises:
-        UserError: They differ.
-    """
-    import open_clip
-
-    stored = stored_description(folder)
-    theirs, ours = flatten(stored["model_cfg"]), flatten(open_clip.get_model_config(name))
-    differ = sorted(key for key in (theirs.keys() | ours.keys()) - MAY_DIFFER if theirs.get(key) != ours.get(key))
-    if differ:
-        known = stored.get("architecture")
-        remedy = f"Set model.arch={known}." if known else "Set model.arch to a JSON file that holds its model_cfg."
-        raise UserError(
-            f"model.pretrained = {folder} holds another architecture than model.arch = {name}: they differ in "
-            f"{', '.join(differ)}. {remedy}"
         )
 
 

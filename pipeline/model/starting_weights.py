@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import flatten
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, register
+from pipeline.model.architectures import TOKENIZER_FILES, check_tag, register
 from pipeline.model.foreign_weights import stored_description
 from pipeline.pictures.pixels import WHITE, Colour
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
@@ -24,6 +25,12 @@ SECONDS = 10.0
 """How long the hub may take to answer."""
 FROM_WEIGHTS = "pretrained"
 """As `model.arch`: the architecture that is stored with the weights."""
+
+MAY_DIFFER = {
+    "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
+    "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
+}  # fmt: skip
+"""Settings of open_clip's description that do not define the towers; image size and context length may change."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,7 @@ def start_of(spec: str) -> Start:
     arch, _, pretrained = spec.partition(":")
     if not pretrained:
         raise no_model(spec)
-    start = resolve(arch, pretrained)
-    return start if start.folder is None else start_in(start.folder)
+    return resolve(arch, pretrained)
 
 
 def resolve(arch: str, pretrained: str | None) -> Start:
@@ -95,10 +101,18 @@ def resolve(arch: str, pretrained: str | None) -> Start:
     name = register(arch)
     model_cfg = open_clip.get_model_config(name)
     if folder is not None:
-        check_same_towers(folder, name)
-    elif pretrained and not Path(pretrained).is_file():
+        start = start_in(folder)
+        theirs, ours = flatten(start.model_cfg), flatten(model_cfg)
+        differ = sorted(key for key in (theirs.keys() | ours.keys()) - MAY_DIFFER if theirs.get(key) != ours.get(key))
+        if differ:
+            raise UserError(
+                f"model.pretrained = {folder} holds another architecture than model.arch = {name}: they differ in "
+                f"{', '.join(differ)}. model.arch={FROM_WEIGHTS} takes that of the weights."
+            )
+        return replace(start, name=name)
+    if pretrained and not Path(pretrained).is_file():
         check_tag(name, pretrained)
-    return Start(name, model_cfg, folder=folder, weights=None if folder else pretrained)
+    return Start(name, model_cfg, weights=pretrained)
 
 
 def start_in(folder: Path, *, load: bool = True) -> Start:

@@ -22,7 +22,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_from
-from pipeline.model.starting_weights import FROM_WEIGHTS, find_start, folder_of
+from pipeline.model.starting_weights import find_start, folder_of
 from pipeline.model.trimming import TextTrimming, encode_text, text_trimming, why_not_trimmed
 
 
@@ -149,9 +149,7 @@ def image_format(visual: nn.Module) -> torch.memory_format:
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The same towers and tokenizer, without the weights, where these come from elsewhere or do not matter."""
     folder = folder_of(config.pretrained) if config.pretrained else None
-    arch = str(folder) if config.arch == FROM_WEIGHTS and folder is not None else config.arch
-    tokenizer = config.tokenizer or (str(folder) if folder is not None else None)
-    return replace(config, arch=arch, pretrained=None, tokenizer=tokenizer)
+    return replace(config, arch=str(folder or config.arch), pretrained=None)
 
 
 def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = False) -> tuple[TextTrimming | None, bool]:

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.identity import model_config_digest
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import save_open_clip, save_tensors
-from pipeline.model.towers import ModelConfig, build_towers, check_model
+from pipeline.model.towers import ModelConfig, build_towers, check_model, without_weights
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
 
@@ -29,8 +29,16 @@ def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path):
     folder = save_checkpoint(tmp_path / "start", seed=1)
     towers, _ = build_towers(ModelConfig(arch="scenes-vit-tiny", pretrained=str(folder)), seed=2)
     assert torch.equal(towers.clip.visual.proj, load_for_evaluation(str(folder)).towers.clip.visual.proj)
-    with pytest.raises(UserError, match=r"vision_cfg\.width.*Set model\.arch=scenes-vit-tiny"):
+    with pytest.raises(UserError, match=r"vision_cfg\.width.*model\.arch=pretrained takes"):
         build_towers(ModelConfig(arch="scenes-vit-micro", pretrained=str(folder)), seed=2)
+    settings = {"arch": "scenes-vit-tiny", "pretrained": str(tmp_path / "longer")}
+    longer, described = build_towers(ModelConfig(arch="scenes-vit-tiny", context_length=40), seed=1)
+    (tmp_path / "longer").mkdir()
+    save_open_clip(tmp_path / "longer", state=longer.clip.state_dict(), architecture=described, logit=(2.5, None))
+    for config in (ModelConfig(**settings), without_weights(ModelConfig(**settings))):
+        towers, described = build_towers(config, seed=2)
+        assert (described.name, described.context_length) == ("scenes-vit-tiny", 40), "that of the weights"
+        assert towers.clip.positional_embedding.shape[0] == 40
     other = tmp_path / "other.json"  # same shapes, but another activation
     config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
     other.write_text(json.dumps({**config, "quick_gelu": True}))

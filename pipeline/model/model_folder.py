@@ -130,8 +130,13 @@ def create_from(start: Start, *, tokenizer: Path | None = None, **options: Any) 
         options: Of `open_clip.create_model`.
 
     Raises:
-        UserError: The weights are damaged or not finite, open_clip failed, or the tokenizer is not there.
+        UserError: The weights are damaged or not finite, open_clip failed, or the tokenizer is not there or not read.
     """
+    if tokenizer and not start.model_cfg["text_cfg"].get("hf_tokenizer_name"):
+        raise UserError(
+            f"model.tokenizer = {tokenizer} would have no effect: {start.name} reads text with open_clip's own "
+            "tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
+        )
     clip: Any = _create(start, options)
     if start.has_weights:
         if start.folder is not None:

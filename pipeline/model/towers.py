@@ -80,11 +80,8 @@ class ModelConfig:
 
     @model_validator(mode="after")
     def _unlocked_of_locked(self) -> ModelConfig:
-        for side, locked, blocks in (
-            ("image", self.lock_image, self.unlocked_image_blocks),
-            ("text", self.lock_text, self.unlocked_text_blocks),
-        ):
-            if blocks and not locked:
+        for side in ("image", "text"):
+            if (blocks := getattr(self, f"unlocked_{side}_blocks")) and not getattr(self, f"lock_{side}"):
                 raise ValueError(
                     f"unlocked_{side}_blocks = {blocks} is for a locked tower: set model.lock_{side}=true, or leave it "
                     "out to train the whole tower"
@@ -173,23 +170,9 @@ def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = Fal
     return trimming, not unpacked and config.text_batching != "padded"
 
 
-def check_start(config: ModelConfig) -> None:
-    """Check what the towers start from.
-
-    Raises:
-        UserError: As `find_start`; or `tokenizer` is given for an architecture that would not read it.
-    """
-    start = find_start(config.arch, config.pretrained)
-    if config.tokenizer and not start.model_cfg["text_cfg"].get("hf_tokenizer_name"):
-        raise UserError(
-            f"model.tokenizer = {config.tokenizer!r} would have no effect: {start.name} reads text with open_clip's "
-            "own tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
-        )
-
-
 def check_model(config: ModelConfig) -> None:
     """Check everything about a `model` section that can be checked without loading weights; errors as there."""
-    check_start(config)
+    find_start(config.arch, config.pretrained)
     build_towers(without_weights(config), seed=0, device="meta")
 
 

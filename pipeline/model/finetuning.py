@@ -168,9 +168,10 @@ def check_constant_image_tower(visual: nn.Module) -> None:
         if isinstance(module, _BatchNorm):
             why = f"the batch norm visual.{name} follows the batches"
         elif "drop" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention):
-            shares = [getattr(module, key, None) for key in drops]
-            if any(isinstance(share, float | int) and share for share in shares):
-                why = f"visual.{name} ({type(module).__name__}) drops a random share (model.patch_dropout=0 ends one)"
+            shares = (getattr(module, key, None) for key in drops)
+            if share := next((value for value in shares if isinstance(value, float | int) and value), 0):
+                kind, patches = type(module).__name__, "for patches, set model.patch_dropout=0"
+                why = f"visual.{name} ({kind}) drops a random share of {share:g} ({patches})"
     if trained := [name for name, parameter in visual.named_parameters() if parameter.requires_grad]:
         why = f"visual.{trained[0]} is trained (open_clip's lock leaves the projection behind timm's towers trainable)"
     if why:

@@ -79,7 +79,7 @@ def stored_description(folder: Path) -> dict[str, Any]:
         check_types(tree, file=path)
     except UserError:  # a ValueError, too
         raise
-    except (AttributeError, OSError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
     return tree
 

@@ -76,7 +76,8 @@ def write_features(
                 if facts.tower is None:
                     features = torch.cat(encode(model, batch), dim=1)
                 else:
-                    features = model.image_outputs(batch.image.to(world.device))
+                    with torch.no_grad():
+                        features = model.towers(batch.image.to(world.device), None)
                 file.write(batch.sample_ids, features)
             except OSError:  # reported below, on every rank
                 break

@@ -37,7 +37,6 @@ from pipeline.model.model_folder import WEIGHTS_NAME, save_open_clip
 from pipeline.model.towers import Towers
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, RUN_CONFIG_NAME, finished_checkpoints
 
-SIDES = ("image", "text")
 TOLERANCE = 1e-5
 DEFAULT_LOGIT = math.log(100.0)
 """CLIP's, for weights without a temperature."""
@@ -49,14 +48,11 @@ def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
     Raises:
         UserError: There is no checkpoint, or it is damaged.
     """
-    if best:
-        path = best_checkpoint(source)
-    else:
-        path = source if (source / META_NAME).is_file() else next(reversed(finished_checkpoints(source)), None)
+    candidates = finished_checkpoints(source) if not (source / META_NAME).is_file() else [source]
+    path = best_checkpoint(source) if best else next(reversed(candidates), None)
     if path is None:
-        no_best = "has no best checkpoint: it is not a run with validation.sources"
-        none = f"is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints"
-        raise UserError(f"{source} {no_best if best else none}.")
+        best_of = " that validates (validation.sources), as --best needs" if best else ""
+        raise UserError(f"{source} is neither a checkpoint nor a run with checkpoints{best_of}.")
     try:
         return open_checkpoint(path)
     except UserError as error:
@@ -90,7 +86,6 @@ def export(
         UserError: `output` is not empty, the run kept no average, packages are missing, transformers' models cannot
             hold the architecture, or a result differs by more than 1e-5.
     """
-    check_new_folder(output)
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if onnx and missing:
         raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")
@@ -142,18 +137,16 @@ def _write(
         save_open_clip(folder, state=state, architecture=model.architecture, logit=logit)
     differences = [_check_open_clip(folder, model, examples, logit=logit)]
     if onnx:
-        differences += [_export_onnx(folder, s, model.towers, x) for s, x in zip(SIDES, examples, strict=True)]
+        sides = zip(("image", "text"), examples, strict=True)
+        differences += [_export_onnx(folder, side, model.towers, example) for side, example in sides]
     return float(torch.tensor(differences).max())
 
 
-EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)
-
-
-def example_inputs(model: EvaluationModel, *, batch: int = 3) -> tuple[Tensor, Tensor]:
-    """Random normalised images [B, 3, H, W] from a fixed seed, and tokens [B, L] of short and long texts."""
+def example_inputs(model: EvaluationModel) -> tuple[Tensor, Tensor]:
+    """Random normalised images [3, 3, H, W] from a fixed seed, and tokens [3, L] of short and long texts."""
     generator = torch.Generator().manual_seed(0)
-    text = model.tokenize([f"{EXAMPLES[row % len(EXAMPLES)]} {row}" for row in range(batch)])
-    return torch.randn(batch, 3, model.image_size, model.image_size, generator=generator), text
+    text = model.tokenize(["a", "a photo of a dog on the beach", "two red circles and a cup of coffee " * 12])
+    return torch.randn(3, 3, model.image_size, model.image_size, generator=generator), text
 
 
 @torch.no_grad()
@@ -193,21 +186,12 @@ def _export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> fl
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
     path, tower = folder / f"{side}.onnx", Tower(towers, side).eval()
-    shapes: Any = ({0: torch.export.Dim("batch")},)
+    shapes = ({0: torch.export.Dim("batch")},)
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel for inference, which no exporter supports
     try:
-        torch.onnx.export(
-            tower,
-            (example,),
-            path,
-            input_names=[side],
-            output_names=["features"],
-            dynamic_shapes=shapes,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
+        options: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "external_data": False, "verbose": False}
+        torch.onnx.export(tower, (example,), path, input_names=[side], output_names=["features"], **options)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         batches = (example, example[:2])  # of another size, too
         outputs = [torch.from_numpy(session.run(None, {side: x.numpy()})[0]) for x in batches]

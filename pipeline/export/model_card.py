@@ -139,18 +139,17 @@ def _facts(checkpoint: Checkpoint, *, average: bool) -> list[tuple[str, str]]:
 
 def _evaluation(checkpoint: Checkpoint, *, average: bool) -> str:
     """The scores of the exported weights; digests distinguish trained weights from their average."""
-    run = checkpoint.path.parent.parent
-    folders = [run / "evaluation", run / "evaluation-ema"]
-    stored = [e for folder in folders for e in read_evaluations(folder, lambda _: None, [])]
-    evaluations: list[StoredEvaluation] = [e for e in stored if e.checkpoint == checkpoint.path.name]
+    run, digest = checkpoint.path.parent.parent, None
     if (weights := checkpoint.ema()) is not None:
         digest = weights_digest(weights if average else checkpoint.weights())
-        evaluations = [
-            e for e in evaluations if e.scores and all(s.inputs.get("checkpoint") == digest for s in e.scores)
-        ]
-    if not evaluations or not evaluations[0].scores:
+
+    def is_of_these(evaluation: StoredEvaluation) -> bool:
+        of_weights = digest is None or all(s.inputs.get("checkpoint") == digest for s in evaluation.scores)
+        return evaluation.checkpoint == checkpoint.path.name and bool(evaluation.scores) and of_weights
+
+    stored = (e for name in ("evaluation", "evaluation-ema") for e in read_evaluations(run / name, lambda _: None, []))
+    if (evaluation := next(filter(is_of_these, stored), None)) is None:
         return "This checkpoint has not been evaluated."
-    evaluation = evaluations[0]
     rows = []
     for score in evaluation.scores:
         chance = "" if score.chance is None else f"{score.chance:.4f}"

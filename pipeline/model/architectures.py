@@ -14,20 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.config import flatten, suggest
+from pipeline.config import suggest
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.foreign_weights import read_json, stored_description, wrong_type
+from pipeline.files import parse_mapping, read_bounded
+from pipeline.model.foreign_weights import check_types
 from pipeline.pictures.pixels import WHITE, Colour
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 HARMLESS = frozenset({"additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token"})
 """Options of open_clip's tokenizers; others go to transformers, which has some that run code or write files."""
-MAY_DIFFER = {
-    "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
-    "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
-}  # fmt: skip
-"""Settings of open_clip's description that do not define the towers; image size and context length may change."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +69,6 @@ class Architecture:
         return tuple(self.preprocess_cfg["std"])
 
 
-def architecture_names() -> tuple[str, ...]:
-    """Every name that `model.arch` accepts; it also accepts the path of a JSON file."""
-    import open_clip
-
-    ours = sorted(path.stem for path in OUR_CONFIGS.glob("*.json"))
-    return (*ours, *(name for name in open_clip.list_models() if name not in ours))
-
-
 def register(arch: str) -> str:
     """The name by which open_clip knows `arch`, which is registered there if it is one of our configs or a JSON file.
 
@@ -91,14 +79,17 @@ def register(arch: str) -> str:
 
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
-        if problem := wrong_type({"model_cfg": read_json(path)}, file=str(path)):  # which open_clip passes over
-            raise UserError(f"model.arch = {path} is not an architecture in open_clip's format: {problem}.")
+        try:  # open_clip passes over such files
+            check_types({"model_cfg": parse_mapping(read_bounded(path))}, file=path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.arch = {path} is not in open_clip's format: {in_a_line(error)}.") from error
         open_clip.add_model_config(path)
         return path.stem
     if arch.endswith(".json"):
         raise UserError(f"model.arch = {arch!r}: there is no such file. Give a JSON file in open_clip's format.")
     if arch not in open_clip.list_models():
-        raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, architecture_names())}")
+        names = [*sorted(path.stem for path in OUR_CONFIGS.glob("*.json")), *open_clip.list_models()]
+        raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, tuple(dict.fromkeys(names)))}")
     return arch
 
 
@@ -123,26 +114,6 @@ def check_tag(name: str, pretrained: str) -> None:
         raise UserError(
             f"{name}:{pretrained}: these weights were trained with {'QuickGELU' if trained else 'the exact GELU'}, and "
             f"{name} computes the other one, which would make every feature slightly wrong: {take}."
-        )
-
-
-def check_same_towers(folder: Path, name: str) -> None:
-    """Check that the model in `folder` has the architecture `name`, under which its weights will be saved.
-
-    Raises:
-        UserError: They differ.
-    """
-    import open_clip
-
-    stored = stored_description(folder)
-    theirs, ours = flatten(stored["model_cfg"]), flatten(open_clip.get_model_config(name))
-    differ = sorted(key for key in (theirs.keys() | ours.keys()) - MAY_DIFFER if theirs.get(key) != ours.get(key))
-    if differ:
-        known = stored.get("architecture")
-        remedy = f"Set model.arch={known}." if known else "Set model.arch to a JSON file that holds its model_cfg."
-        raise UserError(
-            f"model.pretrained = {folder} holds another architecture than model.arch = {name}: they differ in "
-            f"{', '.join(differ)}. {remedy}"
         )
 
 

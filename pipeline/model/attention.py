@@ -151,7 +151,10 @@ def use_packed_attention(clip: nn.Module) -> int:
     for block in clip.modules():
         attention = getattr(block, "attn", None)
         plain = isinstance(block, ResidualAttentionBlock) and not hasattr(block, "ln_1_kv")
-        if plain and type(attention) is nn.MultiheadAttention and _can_pack(attention):
+        if not plain or type(attention) is not nn.MultiheadAttention:
+            continue
+        odd = attention.bias_k is not None or attention.add_zero_attn or attention.dropout
+        if attention._qkv_same_embed_dim and attention.batch_first and not odd:
             classes[attention] = CausalPackedAttention if block in inside else PackedAttention
     replace_modules(clip, classes)
     return len(classes)
@@ -168,11 +171,6 @@ def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
     if isinstance(text, TextTransformer) and text.cls_emb is not None:  # CoCa also masks its class token
         return None
     return text.transformer if type(text.transformer) is Transformer else None
-
-
-def _can_pack(attention: Any) -> bool:
-    odd = attention.bias_k is not None or attention.add_zero_attn or attention.dropout
-    return bool(attention._qkv_same_embed_dim and attention.batch_first and not odd)
 
 
 class Fp32SumEmbedding(nn.Embedding):

@@ -17,7 +17,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import create_from, weights_digest
 from pipeline.model.starting_weights import start_of
-from pipeline.model.towers import ModelConfig, Towers, build_towers, logit_of, without_weights
+from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pictures.pixels import Colour, orientation, read_file, read_rgb, to_rgb, upright
 
 
@@ -54,12 +54,6 @@ class EvaluationModel:
         return self.towers.encode_image(image)
 
     @torch.no_grad()
-    def image_outputs(self, image: Tensor) -> Tensor:
-        """[B, 3, H, W] normalized images -> the image tower's outputs [B, d] before the normalisation."""
-        output: Tensor = self.towers.clip.encode_image(image)  # type: ignore[operator]
-        return output
-
-    @torch.no_grad()
     def encode_text(self, text: Tensor) -> Tensor:
         """[B, L] tokens -> [B, d] unit-norm fp32."""
         return self.towers.encode_text(text)
@@ -79,8 +73,7 @@ def load_for_evaluation(spec: str | os.PathLike[str], *, device: str | torch.dev
     """
     start = start_of(os.fspath(spec))
     clip, architecture = create_from(start)
-    towers = Towers(clip, logit=logit_of(clip)).to(device)
-    return for_evaluation(towers, architecture, source=str(start.folder or spec))
+    return for_evaluation(Towers(clip).to(device), architecture, source=str(start.folder or spec))
 
 
 def copy_for_evaluation(

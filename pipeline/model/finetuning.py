@@ -126,35 +126,34 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None:
+def lock_towers(clip: Any, *, image: int | None, text: int | None) -> None:
     """Freeze towers in place, but for so many blocks at their ends; None does not lock a tower.
 
     Raises:
         UserError: This architecture cannot be locked so, or nothing would be left to train.
     """
     for side, unlocked in (("image", image), ("text", text)):
-        if unlocked is not None:
-            _lock(clip, side, unlocked)
+        if unlocked is None:
+            continue
+        before = sum(p.requires_grad for p in clip.parameters())
+        try:
+            with next(clip.parameters()).device:  # where open_clip makes the frozen batch norms
+                if side == "image":
+                    clip.lock_image_tower(unlocked_groups=unlocked, freeze_bn_stats=True)
+                else:
+                    clip.lock_text_tower(unlocked_layers=unlocked, freeze_layer_norm=True)
+            after = sum(p.requires_grad for p in clip.parameters())
+            problem = "the whole tower stays trainable" if after == before else ""
+        except (AssertionError, NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
+            problem = str(error) or type(error).__name__
+        if problem:
+            raise UserError(
+                f"model.lock_{side}: open_clip cannot lock this architecture's {side} tower with {unlocked} blocks "
+                f"unlocked ({problem})."
+            )
     learned = (parameter for name, parameter in clip.named_parameters() if not name.startswith("logit_"))
     if not any(parameter.requires_grad for parameter in learned):  # the logit scale belongs to the objective
         raise UserError("Both towers are locked: nothing is left to train. Unlock one, or some of its last blocks.")
-
-
-def _lock(clip: nn.Module, side: str, unlocked: int) -> None:
-    before = sum(p.requires_grad for p in clip.parameters())
-    try:
-        with next(clip.parameters()).device:  # where open_clip makes the frozen batch norms
-            if side == "image":
-                clip.lock_image_tower(unlocked_groups=unlocked, freeze_bn_stats=True)  # type: ignore[operator]
-            else:
-                clip.lock_text_tower(unlocked_layers=unlocked, freeze_layer_norm=True)  # type: ignore[operator]
-    except (AssertionError, NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
-        raise UserError(
-            f"model.lock_{side}: open_clip cannot lock this architecture's {side} tower with {unlocked} blocks "
-            f"unlocked ({error or type(error).__name__})."
-        ) from error
-    if sum(p.requires_grad for p in clip.parameters()) == before:
-        raise UserError(f"model.lock_{side} with {unlocked} blocks unlocked leaves the whole tower trainable.")
 
 
 def check_constant_image_tower(visual: nn.Module) -> None:
@@ -169,12 +168,10 @@ def check_constant_image_tower(visual: nn.Module) -> None:
         if isinstance(module, _BatchNorm):
             why = f"the batch norm visual.{name} follows the batches"
         elif "drop" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention):
-            values = (getattr(module, key, None) for key in drops)
-            if chance := next((value for value in values if isinstance(value, float | int) and value), 0):
-                why = (
-                    f"visual.{name} ({type(module).__name__}) drops a random share of {chance:g} (patch dropout ends "
-                    "with model.patch_dropout=0, the others with an architecture file without them)"
-                )
+            shares = (getattr(module, key, None) for key in drops)
+            if share := next((value for value in shares if isinstance(value, float | int) and value), 0):
+                kind, patches = type(module).__name__, "for patches, set model.patch_dropout=0"
+                why = f"visual.{name} ({kind}) drops a random share of {share:g} ({patches})"
     if trained := [name for name, parameter in visual.named_parameters() if parameter.requires_grad]:
         why = f"visual.{trained[0]} is trained (open_clip's lock leaves the projection behind timm's towers trainable)"
     if why:

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.config import first_problem
 from pipeline.errors import UserError, in_a_line, need_addresses
-from pipeline.files import read_bounded
+from pipeline.files import parse_mapping, read_bounded
 from pipeline.pictures.pixels import WHITE
 from pipeline.run_files import MODEL_CONFIG_NAME, TRANSFORMERS_CONFIG_NAME
 
@@ -70,23 +70,22 @@ def stored_description(folder: Path) -> dict[str, Any]:
         UserError: A file is damaged or has values of other types, or it is another model of transformers.
     """
     path = folder / MODEL_CONFIG_NAME
-    if path.is_file():
-        tree = read_json(path)
-    else:
-        path = folder / TRANSFORMERS_CONFIG_NAME
-        try:
+    try:
+        if path.is_file():
+            tree = parse_mapping(read_bounded(path))
+        else:
+            path = folder / TRANSFORMERS_CONFIG_NAME
             tree = {"model_cfg": _clip_cfg(path), "preprocess_cfg": _preprocessing(folder)}
-        except UserError:  # a ValueError, too
-            raise
-        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
-    if problem := wrong_type(tree, file=str(path)):
-        raise UserError(f"The description of the model in {folder} is damaged: {problem}.")
+        check_types(tree, file=path)
+    except UserError:  # a ValueError, too
+        raise
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"The description of the model in {folder} is damaged: {in_a_line(error)}.") from error
     return tree
 
 
-def wrong_type(description: Mapping[str, Any], *, file: str) -> str:
-    """Which value of a model's description is missing or has another type than open_clip's; empty if all are right."""
+def check_types(description: Mapping[str, Any], *, file: Path) -> None:
+    """Raise a ValueError if a value of a model's description is missing or has another type than open_clip's."""
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
     from open_clip.transform import PreprocessCfg
 
@@ -95,46 +94,32 @@ def wrong_type(description: Mapping[str, Any], *, file: str) -> str:
         interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
         resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
 
-    towers = {"embed_dim": (int, ...), "vision_cfg": (CLIPVisionCfg, ...), "text_cfg": (CLIPTextCfg, ...)}
-    fields: dict[str, Any] = {
-        "model_cfg": (pydantic.create_model("Towers", **towers), ...),  # type: ignore[call-overload]
-        "preprocess_cfg": (Preprocess, Preprocess()),
-        "architecture": (str, ""),
-        "background": (tuple[int, int, int], WHITE),
-    }
+    @dataclass
+    class Towers:
+        embed_dim: int
+        vision_cfg: CLIPVisionCfg
+        text_cfg: CLIPTextCfg
+
+    @dataclass
+    class Description:
+        model_cfg: Towers
+        preprocess_cfg: Preprocess = field(default_factory=Preprocess)
+        architecture: str = ""
+        background: tuple[int, int, int] = WHITE
+
+    def without_none(tree: Any) -> Any:
+        """open_clip's own files have null where its types allow none."""
+        return {k: without_none(v) for k, v in tree.items() if v is not None} if isinstance(tree, dict) else tree
+
     try:
-        written = json.dumps(_without_none(description))
-        pydantic.create_model("Description", **fields).model_validate_json(written, strict=True)
+        pydantic.TypeAdapter(Description).validate_json(json.dumps(without_none(description)), strict=True)
     except pydantic.ValidationError as error:
-        return first_problem(error, file=file)
-    return ""
-
-
-def _without_none(tree: Any) -> Any:
-    """open_clip's own files have null where its types allow none."""
-    if not isinstance(tree, dict):
-        return tree
-    return {key: _without_none(value) for key, value in tree.items() if value is not None}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that somebody else may have written.
-
-    Raises:
-        UserError: The file holds none.
-    """
-    try:
-        tree = json.loads(read_bounded(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {in_a_line(error)}.") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is not a JSON object.")
-    return tree
+        raise ValueError(first_problem(error, file=str(file))) from error
 
 
 def _clip_cfg(path: Path) -> dict[str, Any]:
     """open_clip's description of a `CLIPModel`, with the defaults of transformers' CLIPConfig."""
-    config = read_json(path)
+    config = parse_mapping(read_bounded(path))
     if (kind := config.get("model_type")) != "clip":
         raise UserError(
             f"{path.parent} holds a transformers model of the type {kind!r}, and only CLIPModel (type 'clip') is read. "
@@ -173,35 +158,12 @@ def _clip_cfg(path: Path) -> dict[str, Any]:
 
 def _preprocessing(folder: Path) -> dict[str, Any]:
     """open_clip's form of the image processor's settings; OpenAI's where there are none."""
-    stored: dict[str, Any] = {}
-    if (folder / "preprocessor_config.json").is_file():
-        stored = read_json(folder / "preprocessor_config.json")
-    elif (folder / "processor_config.json").is_file():
-        stored = read_json(folder / "processor_config.json").get("image_processor") or {}
+    files = [folder / f"{name}_config.json" for name in ("preprocessor", "processor")]
+    path = next((path for path in files if path.is_file()), None)
+    stored = parse_mapping(read_bounded(path)) if path else {}
+    stored = (stored.get("image_processor") or {}) if path == files[1] else stored
     preprocessing = {key: stored[f"image_{key}"] for key in ("mean", "std") if stored.get(f"image_{key}")}
     return {**preprocessing, "interpolation": "bilinear" if stored.get("resample") == 2 else "bicubic"}
-
-
-def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Weights by open_clip's names, without what trainers wrap them in."""
-    for _ in _WRAPPERS:  # each once: a forged file may hold itself
-        tree = next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), tree)
-    state = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
-    while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), None):
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
-    placeholders = any(value.numel() == 0 for value in state.values())  # as ZeRO 3 writes them
-    if not state or placeholders:
-        of_deepspeed = placeholders or "ds_version" in tree or "mp_rank" in path.name or "optim_states" in path.name
-        hint = "It is a part of a DeepSpeed checkpoint: run the zero_to_fp32.py beside it, and give its result."
-        raise UserError(f"{path} holds no weights of a model. {hint if of_deepspeed else ''}".rstrip())
-    if "vision_model.embeddings.class_embedding" in state:
-        try:
-            state = from_transformers(state)
-        except (KeyError, RuntimeError) as error:  # a part is missing, or has another shape
-            raise UserError(f"{path} is not whole, as a CLIPModel of transformers: {in_a_line(error)}.") from error
-    if "visual.proj" in state or "text_projection" in state:
-        state = {name: value for name, value in state.items() if name not in _OF_OPENAI}
-    return state
 
 
 def _check_file(path: Path) -> None:
@@ -237,6 +199,28 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise UserError(f"{path} holds a {type(tree).__name__}, not weights by name: save the model's state_dict().")
     return tree
+
+
+def _unwrapped(tree: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Weights by open_clip's names, without what trainers wrap them in."""
+    for _ in _WRAPPERS:  # each once: a forged file may hold itself
+        tree = next((tree[key] for key in _WRAPPERS if isinstance(tree.get(key), Mapping)), tree)
+    state = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
+    while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    placeholders = any(value.numel() == 0 for value in state.values())  # as ZeRO 3 writes them
+    if not state or placeholders:
+        of_deepspeed = placeholders or "ds_version" in tree or "mp_rank" in path.name or "optim_states" in path.name
+        hint = " It is a part of a DeepSpeed checkpoint: run the zero_to_fp32.py beside it, and give its result."
+        raise UserError(f"{path} holds no weights of a model.{hint if of_deepspeed else ''}")
+    if "vision_model.embeddings.class_embedding" in state:
+        try:
+            state = from_transformers(state)
+        except (KeyError, RuntimeError) as error:  # a part is missing, or has another shape
+            raise UserError(f"{path} is not whole, as a CLIPModel of transformers: {in_a_line(error)}.") from error
+    if "visual.proj" in state or "text_projection" in state:
+        state = {name: value for name, value in state.items() if name not in _OF_OPENAI}
+    return state
 
 
 def from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

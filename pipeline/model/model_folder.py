@@ -14,9 +14,9 @@ import math
 import textwrap
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,8 @@ from pipeline.model.starting_weights import Start
 from pipeline.run_files import EMA_NAME, META_NAME, MODEL_CONFIG_NAME, digest_of, read_meta
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
-LOCAL = "local-dir:"
-"""open_clip's prefix for a model folder."""
 LOGIT_KEYS = ("logit_scale", "logit_bias")
+Name = TypeVar("Name", str, tuple[str, str])
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
@@ -131,8 +130,13 @@ def create_from(start: Start, *, tokenizer: Path | None = None, **options: Any) 
         options: Of `open_clip.create_model`.
 
     Raises:
-        UserError: The weights are damaged or not finite, open_clip failed, or the tokenizer is not there.
+        UserError: The weights are damaged or not finite, open_clip failed, or the tokenizer is not there or not read.
     """
+    if tokenizer and not start.model_cfg["text_cfg"].get("hf_tokenizer_name"):
+        raise UserError(
+            f"model.tokenizer = {tokenizer} would have no effect: {start.name} reads text with open_clip's own "
+            "tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
+        )
     clip: Any = _create(start, options)
     if start.has_weights:
         if start.folder is not None:
@@ -164,18 +168,17 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
         from transformers import dynamic_module_utils
 
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # a tower with code of its own fails instead of asking for leave
-    name, weights, required = start.name, start.weights, start.has_weights
+    required = start.has_weights
+    file = Path(start.weights) if start.weights is not None and Path(start.weights).is_file() else None
+    local = start.folder or file
     logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     try:
-        with ExitStack() as stack:
-            if start.folder is not None:
-                name = f"{LOCAL}{stack.enter_context(for_open_clip(start.folder, weights=start.load))}"
-                options["load_weights"] = start.load
-            elif weights is not None and Path(weights).is_file():
-                weights = str(stack.enter_context(for_open_clip(Path(weights), weights=True)))
+        with for_open_clip(local, weights=required) if local else nullcontext() as path:
+            name = start.name if start.folder is None else f"local-dir:{path}"
             # Without weights both towers start from scratch: no weights of the text tower's base model.
-            options |= {"pretrained": weights, "pretrained_text": False, "require_pretrained": required}
-            model: nn.Module = open_clip.create_model(name, **options)
+            options |= {"pretrained_text": False, "require_pretrained": required, "load_weights": start.load}
+            weights = str(path) if file else start.weights
+            model: nn.Module = open_clip.create_model(name, pretrained=weights, **options)
     except UserError:
         raise
     except Exception as error:
@@ -200,39 +203,30 @@ def _verify(folder: Path) -> None:
     try:
         stated = stated_files(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"{_meta_of(folder)} is damaged: {str(error).rstrip('.')}. {remedy}") from error
+        raise UserError(f"The {META_NAME} of {folder} is damaged: {str(error).rstrip('.')}. {remedy}") from error
     for name, facts in stated.items():
         if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]:
             raise UserError(f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. {remedy}")
 
 
-def _meta_of(folder: Path) -> Path:
-    """Where a checkpoint, or the average of the weights in one, is described."""
-    return (folder.parent if folder.name == EMA_NAME else folder) / META_NAME
-
-
 def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Size and SHA-256 of a model folder's two files, from a `checkpoint.json`; empty for other folders.
+    """Size and SHA-256 of the two files of a checkpoint, or of the average of the weights in one, from its
+    `checkpoint.json`; empty for other folders.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It is damaged.
     """
-    path = _meta_of(folder)
-    if not path.is_file():
+    prefix, checkpoint = (f"{EMA_NAME}/", folder.parent) if folder.name == EMA_NAME else ("", folder)
+    if not (checkpoint / META_NAME).is_file():
         return {}
-    meta = read_meta(path.parent)
+    meta = read_meta(checkpoint)
     if "digest" in meta and meta["digest"] != digest_of(meta):
         raise ValueError("its contents do not match their SHA-256")
     files = meta.get("files", {})
     if not isinstance(files, Mapping) or not all(isinstance(facts, Mapping) for facts in files.values()):
         raise ValueError("its list of files is none")
-    prefix = f"{EMA_NAME}/" if path.parent != folder else ""
     return {name: files[prefix + name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if prefix + name in files}
-
-
-RESIZABLE = "positional_embedding"
-"""How open_clip names position embeddings of a class token and a square grid of patches (ViT) or pixels (ResNet)."""
 
 
 def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = False) -> Tensor:
@@ -248,7 +242,7 @@ def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = 
         return value
     old, new = (math.isqrt(s[0] - 1) if len(s) == 2 else 0 for s in (value.shape, shape))
     square = len(shape) == 2 and old**2 + 1 == len(value) and new**2 + 1 == shape[0] and value.shape[1] == shape[1]
-    if not (name.startswith("visual.") and name.endswith(RESIZABLE) and square):
+    if not (name.startswith("visual.") and name.endswith("positional_embedding") and square):
         raise UserError(
             f"The parameter {name} is {tuple(value.shape)} at one image size and {tuple(shape)} at the other. Only "
             "position embeddings of open_clip's own vision towers can change with the image size: keep one size for "
@@ -263,16 +257,10 @@ def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = 
     return torch.cat([token, grid.permute(0, 2, 3, 1).reshape(new * new, -1)]).to(value.dtype)
 
 
-def resized_state(values: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Weights by open_clip's names in the shapes of a model of another image size."""
-    return {name: resized(name, value, shape=shapes.get(name, value.shape)) for name, value in values.items()}
-
-
-def resized_moments(
-    moments: Mapping[tuple[str, str], Tensor], *, shapes: Mapping[str, torch.Size]
-) -> dict[tuple[str, str], Tensor]:
-    """Optimizer state by (parameter, key) in the shapes of a model of another image size."""
-    return {
-        (name, key): resized(name, value, shape=shapes.get(name, value.shape), nonnegative=key == "exp_avg_sq")
-        for (name, key), value in moments.items()
-    }
+def resized_state(values: Mapping[Name, Tensor], *, shapes: Mapping[str, torch.Size]) -> dict[Name, Tensor]:
+    """Weights by open_clip's names, or optimizer state by (parameter, key), in the shapes of another image size."""
+    new = {}
+    for key, value in values.items():
+        name, kind = (key, "") if isinstance(key, str) else key
+        new[key] = resized(name, value, shape=shapes.get(name, value.shape), nonnegative=kind == "exp_avg_sq")
+    return new

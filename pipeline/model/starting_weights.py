@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import flatten
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import TOKENIZER_FILES, check_same_towers, check_tag, register
+from pipeline.model.architectures import TOKENIZER_FILES, check_tag, register
 from pipeline.model.foreign_weights import stored_description
 from pipeline.pictures.pixels import WHITE, Colour
 from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
@@ -24,7 +25,12 @@ SECONDS = 10.0
 """How long the hub may take to answer."""
 FROM_WEIGHTS = "pretrained"
 """As `model.arch`: the architecture that is stored with the weights."""
-HUB_FILES = ("open_clip_*", "*.json", "*.model", "*.txt", "merges.txt")
+
+MAY_DIFFER = {
+    "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
+    "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
+}  # fmt: skip
+"""Settings of open_clip's description that do not define the towers; image size and context length may change."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,12 @@ def find_start(arch: str, pretrained: str | None) -> Start:
 
 def start_of(spec: str) -> Start:
     """What `evaluate`, `export` and others load: a model folder, a run, or ARCH:PRETRAINED; errors as `resolve`."""
-    folder = _download(spec.removeprefix(HUB)) if spec.startswith(HUB) else model_folder_in(Path(spec))
-    if folder is not None:
+    if (folder := folder_of(spec)) is not None:
         return start_in(folder)
-    arch, colon, pretrained = spec.partition(":")
-    if not colon or not pretrained:
+    arch, _, pretrained = spec.partition(":")
+    if not pretrained:
         raise no_model(spec)
-    start = resolve(arch, pretrained)
-    return start if start.folder is None else start_in(start.folder)
+    return resolve(arch, pretrained)
 
 
 def resolve(arch: str, pretrained: str | None) -> Start:
@@ -97,10 +101,18 @@ def resolve(arch: str, pretrained: str | None) -> Start:
     name = register(arch)
     model_cfg = open_clip.get_model_config(name)
     if folder is not None:
-        check_same_towers(folder, name)
-    elif pretrained and not Path(pretrained).is_file():
+        start = start_in(folder)
+        theirs, ours = flatten(start.model_cfg), flatten(model_cfg)
+        differ = sorted(key for key in (theirs.keys() | ours.keys()) - MAY_DIFFER if theirs.get(key) != ours.get(key))
+        if differ:
+            raise UserError(
+                f"model.pretrained = {folder} holds another architecture than model.arch = {name}: they differ in "
+                f"{', '.join(differ)}. model.arch={FROM_WEIGHTS} takes that of the weights."
+            )
+        return replace(start, name=name)
+    if pretrained and not Path(pretrained).is_file():
         check_tag(name, pretrained)
-    return Start(name, model_cfg, folder=folder, weights=None if folder else pretrained)
+    return Start(name, model_cfg, weights=pretrained)
 
 
 def start_in(folder: Path, *, load: bool = True) -> Start:
@@ -112,30 +124,26 @@ def start_in(folder: Path, *, load: bool = True) -> Start:
 
 
 def folder_of(pretrained: str) -> Path | None:
-    """The model folder that a `model.pretrained` means; None for files and tags."""
+    """The model folder that a `model.pretrained` means; None for files and tags. A model of the hub is downloaded.
+
+    Raises:
+        UserError: It cannot be downloaded, or a folder is none of a model.
+    """
     if pretrained.startswith(HUB):
-        return _download(pretrained.removeprefix(HUB))
+        import huggingface_hub
+
+        with _hub_or_cache(pretrained, instead="give a local folder."):
+            name, files = pretrained.removeprefix(HUB), ["open_clip_*", "*.json", "*.model", "*.txt", "merges.txt"]
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+        if not (folder / MODEL_CONFIG_NAME).is_file():
+            raise UserError(f"{pretrained} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
+        return folder
     path = Path(pretrained)
     if not path.is_dir():
         return None
-    folder = model_folder_in(path)
-    if folder is None:
-        raise UserError(
-            f"model.pretrained = {path} is neither a model folder ({MODEL_CONFIG_NAME}, or transformers' config.json) "
-            "nor a run with checkpoints."
-        )
-    return folder
-
-
-def _download(name: str) -> Path:
-    """The folder of a hub model."""
-    import huggingface_hub
-
-    with _hub_or_cache(f"{HUB}{name}", instead="give a local folder."):
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    if not (folder / MODEL_CONFIG_NAME).is_file():
-        raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
-    return folder
+    if (model := model_folder_in(path)) is None:
+        raise no_model(pretrained)
+    return model
 
 
 @functools.cache

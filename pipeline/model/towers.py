@@ -22,7 +22,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_from
-from pipeline.model.starting_weights import FROM_WEIGHTS, find_start, folder_of
+from pipeline.model.starting_weights import find_start, folder_of
 from pipeline.model.trimming import TextTrimming, encode_text, text_trimming, why_not_trimmed
 
 
@@ -80,11 +80,8 @@ class ModelConfig:
 
     @model_validator(mode="after")
     def _unlocked_of_locked(self) -> ModelConfig:
-        for side, locked, blocks in (
-            ("image", self.lock_image, self.unlocked_image_blocks),
-            ("text", self.lock_text, self.unlocked_text_blocks),
-        ):
-            if blocks and not locked:
+        for side in ("image", "text"):
+            if (blocks := getattr(self, f"unlocked_{side}_blocks")) and not getattr(self, f"lock_{side}"):
                 raise ValueError(
                     f"unlocked_{side}_blocks = {blocks} is for a locked tower: set model.lock_{side}=true, or leave it "
                     "out to train the whole tower"
@@ -95,12 +92,15 @@ class ModelConfig:
 class Towers(nn.Module):
     """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
 
-    def __init__(
-        self, clip: nn.Module, *, logit: tuple[float, float | None] | None = None, notes: tuple[str, ...] = ()
-    ) -> None:
-        """`logit`: log(1/tau) and bias of the pretrained weights. `notes`: what a run's log says about the towers."""
+    def __init__(self, clip: nn.Module, *, pretrained: bool = True, notes: tuple[str, ...] = ()) -> None:
+        """`pretrained`: the temperature is of weights. `notes`: what a run's log says about the towers."""
         super().__init__()
-        self.logit, self.notes = logit, notes
+        self.notes = notes
+        self.logit: tuple[float, float | None] | None = None
+        """log(1/tau) and bias of the pretrained weights."""
+        scale, bias = (getattr(clip, name, None) for name in LOGIT_KEYS)
+        if pretrained and scale is not None and not scale.is_meta:
+            self.logit = float(scale.detach()), None if bias is None else float(bias.detach())
         for name in LOGIT_KEYS:  # a 0-dim parameter crashes DeepSpeed, and bf16 would round it
             if getattr(clip, name, None) is not None:
                 delattr(clip, name)
@@ -146,9 +146,7 @@ def image_format(visual: nn.Module) -> torch.memory_format:
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The same towers and tokenizer, without the weights, where these come from elsewhere or do not matter."""
     folder = folder_of(config.pretrained) if config.pretrained else None
-    arch = str(folder) if config.arch == FROM_WEIGHTS and folder is not None else config.arch
-    tokenizer = config.tokenizer or (str(folder) if folder is not None else None)
-    return replace(config, arch=arch, pretrained=None, tokenizer=tokenizer)
+    return replace(config, arch=str(folder or config.arch), pretrained=None)
 
 
 def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = False) -> tuple[TextTrimming | None, bool]:
@@ -172,32 +170,10 @@ def text_batching(clip: nn.Module, config: ModelConfig, *, by_kernel: bool = Fal
     return trimming, not unpacked and config.text_batching != "padded"
 
 
-def check_start(config: ModelConfig) -> None:
-    """Check what the towers start from.
-
-    Raises:
-        UserError: As `find_start`; or `tokenizer` is given for an architecture that would not read it.
-    """
-    start = find_start(config.arch, config.pretrained)
-    if config.tokenizer and not start.model_cfg["text_cfg"].get("hf_tokenizer_name"):
-        raise UserError(
-            f"model.tokenizer = {config.tokenizer!r} would have no effect: {start.name} reads text with open_clip's "
-            "own tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
-        )
-
-
 def check_model(config: ModelConfig) -> None:
     """Check everything about a `model` section that can be checked without loading weights; errors as there."""
-    check_start(config)
+    find_start(config.arch, config.pretrained)
     build_towers(without_weights(config), seed=0, device="meta")
-
-
-def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
-    """`(log(1/tau), bias)` of a model, as its weights have them."""
-    scale, bias = (getattr(clip, name, None) for name in LOGIT_KEYS)
-    if not isinstance(scale, Tensor) or scale.is_meta:
-        return None
-    return float(scale.detach()), None if bias is None else float(bias.detach())
 
 
 def unread_pixels(visual: nn.Module, image_size: int) -> tuple[str, ...]:
@@ -248,7 +224,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             f"The architecture {start.name} states vision_cfg.image_size = {architecture.image_size}, and its timm "
             f"model takes images of {taken[0]} px: write that in its JSON file, or set model.image_size."
         )
-    logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None
     text_blocks = config.unlocked_text_blocks if config.lock_text else None
     lock_towers(clip, image=image_blocks, text=text_blocks)
@@ -260,7 +235,8 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         use_packed_attention(clip)
         use_class_token_block(clip)
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
-    towers = Towers(clip, logit=logit, notes=unread_pixels(clip.visual, architecture.image_size))  # type: ignore[arg-type]
+    notes = unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
+    towers = Towers(clip, pretrained=bool(config.pretrained), notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]
     return towers, architecture

@@ -24,7 +24,8 @@ from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import ModelConfig, build_towers, check_start, text_batching, without_weights
+from pipeline.model.starting_weights import find_start
+from pipeline.model.towers import ModelConfig, build_towers, text_batching, without_weights
 from pipeline.objectives import ObjectiveMemory, build_objective
 from pipeline.training.build import check_stages
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run, stages_of
@@ -212,7 +213,7 @@ def stage_flops(run: RunConfig, *, accumulation: bool) -> list[tuple[str, float]
 @functools.cache
 def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ...]]:
     """An architecture, its costs, and what is unusual about it."""
-    check_start(model)
+    find_start(model.arch, model.pretrained)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
     text_batching(towers.clip, model)
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)

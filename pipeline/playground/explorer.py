@@ -60,30 +60,26 @@ def read_images(folder: Path, *, limit: int, dropped: Dropped) -> Iterator[tuple
         raise UserError(f"--images {folder}: there are no images in such a folder ({formats}) and no shards (*.tar).")
     if shards and images:
         dropped["images beside shards are not read"] += map(_shown, images)
-    samples = _from_shards(shards, dropped) if shards else _from_files(images, folder, dropped)
-    for name, image in itertools.islice(samples, limit):
-        if image is None:
-            dropped["image is missing"].append(name)
-        else:
-            yield name, image
-
-
-def _from_files(paths: list[Path], root: Path, dropped: Dropped) -> Iterator[tuple[str, bytes]]:
-    for path in paths:
+    left = limit
+    for path in shards or images:
         try:
-            yield _shown(path.relative_to(root)), read_file(path)
-        except OSError as error:
-            dropped["the file cannot be read"].append(f"{_shown(path)}: {error.strerror}")
-
-
-def _from_shards(shards: list[Path], dropped: Dropped) -> Iterator[tuple[str, bytes | None]]:
-    for shard in shards:
-        try:
-            with open_records(str(shard)) as records:
-                for row, record in enumerate(records):
-                    yield f"{_shown(Path(shard.name))}, sample {row}", record.image
+            if not shards:
+                yield _shown(path.relative_to(folder)), read_file(path)
+                left -= 1
+            else:
+                with open_records(str(path)) as records:
+                    for row, record in enumerate(itertools.islice(records, left)):
+                        left -= 1
+                        name = f"{_shown(Path(path.name))}, sample {row}"
+                        if record.image is None:
+                            dropped["image is missing"].append(name)
+                        else:
+                            yield name, record.image
         except (DamagedTar, OSError) as error:
-            dropped["the shard is damaged"].append(f"{_shown(shard)}: {error}")
+            what = "the shard is damaged" if shards else "the file cannot be read"
+            dropped[what].append(f"{_shown(path)}: {getattr(error, 'strerror', None) or error}")
+        if not left:
+            return
 
 
 def _shown(path: Path) -> str:
@@ -102,14 +98,6 @@ def open_image(body: bytes, *, name: str, background: Colour = WHITE) -> Any:
     except ImageError as error:
         what = f"PNG, JPEG, WebP and others of at most {LARGEST_PIXELS:,} pixels"
         raise UserError(f"{name} cannot be used ({error}); the page takes {what}.") from error
-
-
-def thumbnail(image: Any) -> bytes:
-    """A JPEG of at most `SIDE` pixels."""
-    image.thumbnail((SIDE, SIDE))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=86)
-    return buffer.getvalue()
 
 
 class Explorer:
@@ -143,21 +131,26 @@ class Explorer:
                 image = self._open(named[1], name=named[0])
             except UserError as error:
                 return str(error), None, b""
-            return named[0], self.model.preprocess(image), thumbnail(image)
+            pixels, small = self.model.preprocess(image), io.BytesIO()
+            image.thumbnail((SIDE, SIDE))
+            image.save(small, "JPEG", quality=86)
+            return named[0], pixels, small.getvalue()
 
         features, dropped = [self._gallery], Dropped(list)
         with ThreadPoolExecutor(4) as pool:
             images = read_images(folder, limit=limit, dropped=dropped)
             prepared = thread_map(pool, prepare, images, ahead=2 * BATCH)
             while some := list(itertools.islice(prepared, BATCH)):
-                usable = [(name, pixels, small) for name, pixels, small in some if pixels is not None]
-                if problems := [name for name, pixels, _ in some if pixels is None]:
-                    dropped["the image cannot be decoded"] += problems
-                if usable:
-                    names, pixels, thumbnails = zip(*usable, strict=True)
-                    self.names += names
-                    self.thumbnails += thumbnails
-                    features.append(self._encode(torch.stack(pixels)))
+                batch = []
+                for name, pixels, small in some:
+                    if pixels is None:
+                        dropped["the image cannot be decoded"].append(name)
+                        continue
+                    self.names.append(name)
+                    self.thumbnails.append(small)
+                    batch.append(pixels)
+                if batch:
+                    features.append(self._encode(torch.stack(batch)))
                 progress(len(self.names))
         self._gallery = torch.cat(features)
         return dropped
@@ -169,10 +162,9 @@ class Explorer:
             UserError: It is not an image, damaged, or too large.
         """
         name, known = hashlib.sha256(body).hexdigest()[:24], self._uploads
-        features = known.pop(name) if name in known else None
-        if features is None:
-            features = self._encode(self.model.preprocess(self._open(body, name="The file"))[None])[0]
-        known[name] = features  # the newest is the last
+        if name not in known:
+            known[name] = self._encode(self.model.preprocess(self._open(body, name="The file"))[None])[0]
+        known[name] = known.pop(name)  # the newest is the last
         if len(known) > KEPT_UPLOADS:
             known.pop(next(iter(known)))
         return name

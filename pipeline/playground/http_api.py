@@ -30,6 +30,12 @@ MOST_CLIENTS = 32
 """Connections at a time."""
 MOST_SECONDS = 60.0
 """To receive a request: a client that is slower would keep its connection from others."""
+REQUESTS = {
+    "/api/search": (1 << 20, ("application/json",)),
+    "/api/classify": (1 << 20, ("application/json",)),
+    "/api/image": (20 << 20, ("image/", "application/octet-stream")),
+}
+"""Path -> the largest request in bytes, and beginnings of its content types."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self' blob: data:; connect-src 'self'; style-src "
@@ -48,14 +54,21 @@ def make_app(explorer: Explorer, *, local: bool) -> Starlette:
     one_at_a_time = asyncio.Lock()
 
     async def compute(request: Request) -> Response:
-        action, limit, kinds = ACTIONS[request.url.path]
-        _check_sender(request.headers, kinds)
+        limit, kinds = REQUESTS[request.url.path]
+        # Other web pages have another origin, or a form or a script of theirs could send such a request unasked.
+        host, kind = (request.headers.get(name, "").lower() for name in ("host", "content-type"))
+        origin = request.headers.get("origin", f"://{host}")
+        if origin.lower().partition("://")[2] != host:
+            raise HTTPException(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
+        if not kind.strip().startswith(kinds):
+            raise HTTPException(415, f"The content type is {kind[:100] or 'missing'}: send {' or '.join(kinds)}.")
         body = await _body(request, limit)
         async with one_at_a_time:
             if await request.is_disconnected():
                 raise ClientDisconnect
             is_gone = partial(from_thread.run, request.is_disconnected)
-            return JSONResponse(await run_in_threadpool(action, explorer, body, is_gone), headers=HEADERS)
+            answer = await run_in_threadpool(_answer, explorer, request.url.path, body, is_gone)
+            return JSONResponse(answer, headers=HEADERS)
 
     async def refuse(_: Request, error: Exception) -> Response:
         status, message = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
@@ -77,7 +90,7 @@ def make_app(explorer: Explorer, *, local: bool) -> Starlette:
         return Response(explorer.thumbnails[number], media_type="image/jpeg", headers=cached)
 
     routes = [Route("/", page), Route("/image/{number}", thumbnail)]
-    routes += [Route(path, compute, methods=["POST"]) for path in ACTIONS]
+    routes += [Route(path, compute, methods=["POST"]) for path in REQUESTS]
     trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"] if local else ["*"])
     handlers: Any = dict.fromkeys((UserError, HTTPException, ClientDisconnect), refuse)
     return Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
@@ -107,15 +120,6 @@ def serve(app: Starlette, listening: socket.socket) -> None:
         return
 
 
-def _check_sender(headers: Any, kinds: tuple[str, ...]) -> None:
-    """Refuse requests of other web pages: their origin is another, or a form or a script could send them unasked."""
-    origin, kind = headers.get("origin"), headers.get("content-type", "").partition(";")[0].strip().lower()
-    if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
-        raise HTTPException(403, f"Requests of other web pages are refused (Origin: {origin[:100]}).")
-    if not kind.startswith(kinds):
-        raise HTTPException(415, f"The content type is {kind[:100] or 'missing'}: send {' or '.join(kinds)}.")
-
-
 async def _body(request: Request, limit: int) -> bytes:
     """The request's body; reading stops as soon as it is too large or takes too long."""
     body, length = bytearray(), int(request.headers.get("content-length") or 0)
@@ -131,36 +135,18 @@ async def _body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def _search(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
-    asked = _json(body)
-    image = asked.get("image")
-    return explorer.search(text=asked.get("text"), image=None if image is None else str(image))
-
-
-def _upload(explorer: Explorer, body: bytes, _: Callable[[], bool]) -> Any:
-    return explorer.add_upload(body)
-
-
-def _classify(explorer: Explorer, body: bytes, is_gone: Callable[[], bool]) -> Any:
-    asked = _json(body)
-    lines: Any = asked.get("classes"), asked.get("templates")
-    return explorer.classify(str(asked.get("image")), *lines, is_gone=is_gone)
-
-
-ACTIONS: dict[str, tuple[Callable[[Explorer, bytes, Callable[[], bool]], Any], int, tuple[str, ...]]] = {
-    "/api/search": (_search, 1 << 20, ("application/json",)),
-    "/api/classify": (_classify, 1 << 20, ("application/json",)),
-    "/api/image": (_upload, 20 << 20, ("image/", "application/octet-stream")),
-}
-"""Path -> what computes the answer, the largest request in bytes, and beginnings of its content types."""
-
-
-def _json(body: bytes) -> dict[str, Any]:
+def _answer(explorer: Explorer, path: str, body: bytes, is_gone: Callable[[], bool]) -> Any:
+    if path == "/api/image":
+        return explorer.add_upload(body)
     try:
-        parsed = json.loads(body)
-        json.dumps(parsed, ensure_ascii=False).encode()  # half a character, such as "\ud800", is refused
+        asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()  # half a character, such as "\ud800", is refused
     except (ValueError, RecursionError) as error:
         raise UserError("The request is not JSON in Unicode.") from error
-    if not isinstance(parsed, dict):
+    if not isinstance(asked, dict):
         raise UserError("The request must be a JSON object.")
-    return parsed
+    image = asked.get("image")
+    if path == "/api/search":
+        return explorer.search(text=asked.get("text"), image=None if image is None else str(image))
+    lines: Any = asked.get("classes"), asked.get("templates")
+    return explorer.classify(str(image), *lines, is_gone=is_gone)

@@ -21,7 +21,7 @@ from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.metrics.mfu import known_peak, training_flops
 from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import resized_state
-from pipeline.model.towers import Towers, build_towers, check_start, text_batching, without_weights
+from pipeline.model.towers import Towers, build_towers, text_batching, without_weights
 from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
 from pipeline.objectives.temperature import TAU_MAX
 from pipeline.pictures.pixels import colour_of
@@ -102,7 +102,6 @@ def build_state(stage: Stage, *, world: World, parts: ExitStack) -> RunState:
     run = stage.run
     if run.evaluation.suite is not None and run.evaluation.workers != 0:
         preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
-    check_start(run.model)
     towers, arch = build_towers(run.model, seed=run.seed)
     arch = replace(arch, background=colour_of(run.data.background))
     loader = parts.enter_context(loader_of(run, architecture=arch, world=world))

@@ -23,7 +23,7 @@ from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture
 from pipeline.model.finetuning import Adapters, is_adapter, merged
-from pipeline.model.model_folder import resized_moments, resized_state, weights_digest
+from pipeline.model.model_folder import resized_state, weights_digest
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_folder import read_origin
@@ -277,7 +277,7 @@ class RunState:
             self.ema.load(resized_state(average, shapes=shapes), updates=checkpoint.meta["ema_updates"])
         self.engine.state.load(
             weights=resized_state(self._weights_of(checkpoint), shapes=shapes),
-            moments=resized_moments(checkpoint.moments(), shapes=shapes),
+            moments=resized_state(checkpoint.moments(), shapes=shapes),
             counter=checkpoint.meta["counter"],
         )
         self.objective.load_state_dict(checkpoint.objective())

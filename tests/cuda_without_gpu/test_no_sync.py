@@ -65,7 +65,8 @@ def variants() -> dict[str, dict[str, Any]]:
             if (origin, field) in varied:
                 continue
             varied.add((origin, field))
-            values = (True, False) if hint is bool else typing.get_args(hint) if is_literal(hint) else ()
+            values = (True, False) if hint is bool else typing.get_args(hint)
+            values = values if hint is bool or typing.get_origin(hint) is Literal else ()
             if (name, field) == ("neuclip", "npn"):
                 values = NPNS.names()
             for value in values:
@@ -73,10 +74,6 @@ def variants() -> dict[str, dict[str, Any]]:
                     given = {"name": name, field: value, **COMPANIONS.get((field, value), {})}
                     found[f"{name}-{field}={value}"] = given
     return found
-
-
-def is_literal(hint: Any) -> bool:
-    return typing.get_origin(hint) is Literal
 
 
 VARIANTS = variants()
@@ -91,8 +88,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def small(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {key: value for key, value in SMALL.items() if settings["name"].startswith("neuclip")}
-    return {**defaults, **settings}
+    return {**(SMALL if settings["name"].startswith("neuclip") else {}), **settings}
 
 
 def keys_of(settings: dict[str, Any], ids: torch.Tensor) -> torch.Tensor | None:
@@ -170,11 +166,8 @@ def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch
 
 
 def test_every_npn_variant_is_among_them():
-    for value in ("mlp", "queue"):
-        assert f"neuclip-npn={value}" in VARIANTS
-    for value in ("replicated", "prototypes"):
-        assert f"neuclip-npn_update={value}" in VARIANTS
-    assert {"amorlip", "siglip", "neuclip_literal"} <= VARIANTS.keys()
+    of_npn = {"neuclip-npn=mlp", "neuclip-npn=queue", "neuclip-npn_update=replicated", "neuclip-npn_update=prototypes"}
+    assert {*of_npn, "amorlip", "siglip", "neuclip_literal"} <= VARIANTS.keys()
 
 
 WAITS = {
@@ -193,9 +186,13 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_found(name):
+def test_what_waits_is_found_and_asynchronous_copies_are_not(name):
     with fake_gpu() as found:
         x = torch.randn(2, 3, device="cuda")
+        torch.ones(2, 3).pin_memory().to("cuda", non_blocking=True)
+        torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True)
+        x.mul_(torch.tensor(2.0)).add_(1.0)
+        assert found.blocking_copies == []
         try:
             WAITS[name](x)
         except (RuntimeError, NotImplementedError):
@@ -221,12 +218,3 @@ def test_flags_are_copied_to_the_host_without_waiting():
         assert (found.blocking_copies, found.waits) == ([], 0)
         assert len(flags.read()) == 2
     assert (found.blocking_copies, found.waits) == ([], 1), "for the event of the copy, not for the device"
-
-
-def test_asynchronous_copies_and_numbers_of_the_host_are_free():
-    with fake_gpu() as found:
-        x = torch.randn(2, 3, device="cuda")
-        torch.ones(2, 3).pin_memory().to("cuda", non_blocking=True)
-        torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True)
-        x.mul_(torch.tensor(2.0)).add_(1.0)
-    assert found.blocking_copies == []

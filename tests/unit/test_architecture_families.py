@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import open_clip
 import pytest
 import torch
 
-from pipeline.data.loading.decode import normalize
 from pipeline.errors import UserError
 from pipeline.model.architectures import build_tokenizer
 from pipeline.model.attention import Fp32SumEmbedding
@@ -23,7 +20,6 @@ from pipeline.model.model_folder import save_open_clip
 from pipeline.model.starting_weights import find_start
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from pipeline.objectives import build_objective
-from tests.launch import ROOT
 
 TEXTS = ["a red square on a blue ground", "two green circles", "A Photo, of: nothing!", ""]
 SMALL_TEXT = {"width": 32, "heads": 2, "layers": 2}
@@ -153,51 +149,11 @@ def test_family_trains_saves_and_loads_again(family, tmp_path, tokenizer):
     assert float(again.logit_scale) == 2.5
 
 
-@pytest.mark.parametrize("family", ["ViT", "ResNet", "ConvNeXt (timm)"])
-def test_images_in_the_fastest_layout_give_the_same_features_and_gradients(family, tmp_path):
-    towers, architecture = build_towers(ModelConfig(arch=small(family, tmp_path)), seed=0)
-    size = architecture.image_size
-    loaded = torch.randint(0, 256, (4, size, size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    found = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        towers.train().zero_grad()
-        image = normalize(
-            loaded.permute(0, 3, 1, 2), mean=architecture.mean, std=architecture.std, memory_format=layout
-        )
-        assert image.is_contiguous(memory_format=layout)
-        features = towers.encode_image(image)
-        features[:, 0].sum().backward()
-        found.append((features.detach(), {n: p.grad for n, p in towers.named_parameters() if p.grad is not None}))
-    (plain, expected), (other, gradients) = found
-    assert torch.allclose(other, plain, atol=1e-5)
-    assert expected.keys() == gradients.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, largest)), name
-
-
-TRAINED = """
-import sys
-import torch
-from pipeline.data.loading.decode import normalize
-from pipeline.model.towers import ModelConfig, build_towers
-
-towers, arch = build_towers(ModelConfig(arch=sys.argv[1]), seed=0)
-image = torch.randint(0, 256, (1, arch.image_size, arch.image_size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-image = normalize(image, mean=arch.mean, std=arch.std, memory_format=towers.image_format)
-for _ in range(2):
-    towers.encode_image(image)[:, 0].sum().backward()
-assert all(p.grad.isfinite().all() for p in towers.clip.visual.parameters())
-"""
-
-
-def test_towers_with_strided_pointwise_convolutions_train_on_cpus():
-    """Regression test: torch's backward pass of these, with images in channels last, ended the process (SIGSEGV).
-
-    At 256 pixels it always did, at 64 rarely.
-    """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED, "MobileCLIP2-S0"], cwd=ROOT, check=False)
-    assert done.returncode == 0
+def test_images_stay_contiguous_for_towers_with_strided_pointwise_convolutions():
+    """Regression test: torch's backward pass of these on CPUs, with images in channels last, ended the process."""
+    for arch in ("MobileCLIP-S1", "MobileCLIP2-S0"):
+        towers, _ = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
+        assert towers.image_format == torch.contiguous_format
 
 
 def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path):

@@ -98,22 +98,12 @@ def test_programs_accept_any_batch_size_without_open_clip(run, tmp_path):
     output = tmp_path / "out"
     exported(run, output, "--onnx")
     trained = load_for_evaluation(str(run))
-    image, text = example_inputs(trained, batch=7)
+    image, text = (torch.cat([x, x, x[:1]]) for x in example_inputs(trained))
     expected = trained.encode_image(image), trained.encode_text(text)
     for side, inputs, features in zip(("image", "text"), (image, text), expected, strict=True):
         session = onnxruntime.InferenceSession(str(output / f"{side}.onnx"), providers=["CPUExecutionProvider"])
         (found,) = session.run(None, {side: inputs.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), features, rtol=0, atol=1e-5)
-
-
-def test_model_card_describes_the_run(run, tmp_path):
-    exported(run / "checkpoints" / "step-00000010", tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: open_clip\n")
-    for part in ("| method | neuclip |", "| samples seen | 80 |", "| data | shards |", "torch 9.9",
-                 "| colour | acc1 | 0.6250 | 0.1250 | 400 |"):  # fmt: skip
-        assert part in card
-    assert "objective:" in (tmp_path / "out" / "config.yaml").read_text()
 
 
 def test_invalid_sources_and_outputs_are_refused(run, tmp_path):

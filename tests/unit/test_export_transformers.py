@@ -77,9 +77,14 @@ def test_a_logit_bias_that_a_clip_model_cannot_hold_is_told(tmp_path):
     assert "no logit bias" not in exported(source, tmp_path / "other")
 
 
-def test_open_clip_card_runs_and_has_each_tag_once(run, tmp_path):
-    exported(run, tmp_path / "out", "--license", "apache-2.0")
+def test_open_clips_card_describes_the_run_runs_and_has_each_tag_once(run, tmp_path):
+    exported(run / "checkpoints" / "step-00000010", tmp_path / "out", "--license", "apache-2.0")
     card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: open_clip\n")
+    for part in ("| method | neuclip |", "| samples seen | 80 |", "| data | shards |", "torch 9.9",
+                 "| colour | acc1 | 0.6250 | 0.1250 | 400 |"):  # fmt: skip
+        assert part in card
+    assert "objective:" in (tmp_path / "out" / "config.yaml").read_text()
     front = card.split("---")[1]
     assert "license: apache-2.0" in front
     assert sorted(set(front.splitlines())) == sorted([*front.splitlines()[1:], ""])

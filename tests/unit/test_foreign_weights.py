@@ -104,32 +104,29 @@ def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(transformers_folder, tmp_path, weights):
+def test_a_clip_model_of_transformers_is_evaluated_and_starts_a_run(transformers_folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.CLIPModel.from_pretrained(transformers_folder).eval()
-    folder = transformers_folder
-    if weights.endswith(".bin"):
-        folder = tmp_path / "clip"
-        folder.mkdir()
-        (folder / "config.json").write_bytes((transformers_folder / "config.json").read_bytes())
-        torch.save(theirs.state_dict(), folder / weights)
-    check_model(str(folder))
-    ours = load_for_evaluation(folder)
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    (binary / "config.json").write_bytes((transformers_folder / "config.json").read_bytes())
+    torch.save(theirs.state_dict(), binary / "pytorch_model.bin")
+    (tmp_path / "same.json").write_text(json.dumps(stored_description(binary)["model_cfg"]))
     image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    tokens = ours.tokenize(["a dog", "two red squares on a table"])
-    with torch.no_grad():
-        expected = theirs(pixel_values=image, input_ids=tokens)
-    torch.testing.assert_close(ours.encode_image(image), expected.image_embeds, rtol=0, atol=1e-5)
-    torch.testing.assert_close(ours.encode_text(tokens), expected.text_embeds, rtol=0, atol=1e-5)
-    assert ours.towers.logit == (pytest.approx(float(theirs.logit_scale)), None)
-    for arch in ("pretrained", None):  # with the folder's architecture, or one of the same shape
-        if arch is None:
-            (tmp_path / "same.json").write_text(json.dumps(stored_description(folder)["model_cfg"]))
-            arch = str(tmp_path / "same.json")
-            assert features(load_for_evaluation(f"{arch}:{folder}"))[0].equal(features(ours)[0])
-        clip = build_towers(ModelConfig(arch=arch, pretrained=str(folder)), seed=9)[0].clip
-        assert torch.equal(clip.visual.proj, ours.towers.clip.visual.proj)
+    for folder in (transformers_folder, binary):
+        check_model(str(folder))
+        ours = load_for_evaluation(folder)
+        tokens = ours.tokenize(["a dog", "two red squares on a table"])
+        with torch.no_grad():
+            expected = theirs(pixel_values=image, input_ids=tokens)
+        torch.testing.assert_close(ours.encode_image(image), expected.image_embeds, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.encode_text(tokens), expected.text_embeds, rtol=0, atol=1e-5)
+        assert ours.towers.logit == (pytest.approx(theirs.logit_scale.item()), None)
+        same = f"{tmp_path / 'same.json'}"  # an architecture of the same shape
+        assert features(load_for_evaluation(f"{same}:{folder}"))[0].equal(features(ours)[0])
+        for arch in ("pretrained", same):
+            clip = build_towers(ModelConfig(arch=arch, pretrained=str(folder)), seed=9)[0].clip
+            assert torch.equal(clip.visual.proj, ours.towers.clip.visual.proj)
 
 
 def test_a_folder_of_another_kind_is_refused(transformers_folder, tmp_path):

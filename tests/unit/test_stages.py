@@ -14,7 +14,7 @@ from open_clip.model import resize_pos_embed
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import UserError
-from pipeline.model.model_folder import resized, resized_moments, resized_state
+from pipeline.model.model_folder import resized, resized_state
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
 from pipeline.planning.run_plan import plan_run
@@ -57,7 +57,7 @@ def test_second_moments_stay_positive_and_other_parameters_keep_their_shape():
     value = torch.zeros(1 + 25, 3)
     value[1 + 12] = 1.0
     shapes = {name: torch.Size([1 + 121, 3])}
-    moments = resized_moments({(name, "exp_avg"): value, (name, "exp_avg_sq"): value}, shapes=shapes)
+    moments = resized_state({(name, "exp_avg"): value, (name, "exp_avg_sq"): value}, shapes=shapes)
     assert moments[name, "exp_avg"].min() < 0
     assert moments[name, "exp_avg_sq"].min() >= 0
     assert moments[name, "exp_avg_sq"].shape == (122, 3)

@@ -18,10 +18,6 @@ from pipeline.model.towers import ModelConfig, Towers, build_towers, text_batchi
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
-from tests.metrics import equal, weights
-from tests.shards import sample, write_shards
-from tests.towers import write_tiny
-from tests.training import settings_in, train_here
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
 CPU = torch.device("cpu")
@@ -191,14 +187,3 @@ def test_flops_count_only_the_computed_tokens(tmp_path):
     assert training_flops(model) == training_flops(model, text_tokens=12)
     fixed = ModelConfig(arch=write_kind(tmp_path, "bidirectional"))
     assert training_flops(fixed, text_tokens=4) == training_flops(fixed)
-
-
-def test_a_resumed_run_on_packed_texts_is_bit_identical(tmp_path):
-    longer = {i: {**sample(i), "txt": b"a photo of a cat on a mat"[: 7 + i % 12]} for i in range(0, 40, 3)}
-    write_shards(tmp_path / "shards", [20, 20], replace=longer)
-    write_tiny(tmp_path)
-    shared = ("engine.micro_batch=4", "model.text_batching=packed", "checkpoint.every=2")
-    train_here(*settings_in(tmp_path, "whole", *shared, "samples=32"))
-    train_here(*settings_in(tmp_path, "halves", *shared, "samples=16"))
-    train_here(*settings_in(tmp_path, "halves", *shared, "samples=32"), resume="latest")
-    assert equal(weights(tmp_path / "whole", 4), weights(tmp_path / "halves", 4))

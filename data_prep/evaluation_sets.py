@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
-from pipeline.evaluation.datasets.suite import FETCHED_NAME, Entry, open_suite, open_task
+from pipeline.evaluation.datasets.suite import FETCHED_NAME, Entry, open_suite, open_task, read_fetched
 from pipeline.evaluation.datasets.task_data import FACTS_NAME, check_digests, file_digests
 from pipeline.files import path_below, sha256_of, write_json
 
@@ -52,23 +52,13 @@ def _published(task: Task) -> HubSet:
 HUB_SETS: dict[str, HubSet] = {task.key: _published(task) for task in DATACOMP}
 
 
-@dataclass
-class FetchOutcome:
-    """Outcome of each set, by key."""
-
-    good: dict[str, int] = field(default_factory=dict)
-    """Number of samples."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """Error messages."""
-
-
 def fetch_evalsets(
     root: str | Path,
     keys: Iterable[str] = (),
     *,
     offline: bool = False,
     on_note: Callable[[str], None] = lambda note: None,
-) -> FetchOutcome:
+) -> tuple[dict[str, int], dict[str, str]]:
     """Bring evaluation sets into a folder and verify them; one bad set does not stop the others.
 
     Args:
@@ -77,11 +67,14 @@ def fetch_evalsets(
         offline: Only verify what was fetched before against `evalsets.json`, without network.
         on_note: Called with a line per set.
 
+    Returns:
+        The numbers of samples of verified sets, and what is wrong with the others, by key.
+
     Raises:
         UserError: A key is unknown, or `evalsets.json` is damaged.
     """
-    root, outcome, keys = Path(root), FetchOutcome(), list(keys) or list(HUB_SETS)
-    lock = read_lock(root)
+    root, keys, samples, problems = Path(root), list(keys) or list(HUB_SETS), dict[str, int](), dict[str, str]()
+    recorded = read_fetched(root)
     if unknown := [key for key in keys if key not in HUB_SETS]:
         raise UserError(f"There is no evaluation set {unknown[0]!r}. {suggest(unknown[0], tuple(HUB_SETS))}")
     for key in keys:
@@ -89,36 +82,18 @@ def fetch_evalsets(
         folder, expected = root / chosen.folder, {"samples": chosen.task.samples, "classes": chosen.task.classes}
         try:
             if offline:
-                _check(folder, lock.get(key))
+                _check(folder, recorded.get(key))
             else:
-                entry = _fetch(chosen, folder, lock.get(key))
+                entry = _fetch(chosen, folder, recorded.get(key))
             # Counted by the evaluation's own reader.
-            outcome.good[key] = samples = open_task(Entry(chosen.task, folder, expected)).samples
+            count = open_task(Entry(chosen.task, folder, expected)).samples
             if not offline:  # read again: another process may have fetched other sets in the meantime
-                write_json(root / FETCHED_NAME, {**read_lock(root), key: {**entry, "samples": samples}})
+                write_json(root / FETCHED_NAME, {**read_fetched(root), key: {**entry, "samples": count}})
+            samples[key] = count
         except (UserError, OSError, ValueError) as error:
-            outcome.problems[key] = str(error)
-        on_note(f"{key}: {outcome.problems.get(key) or 'verified'}")
-    return outcome
-
-
-def read_lock(root: Path) -> dict[str, dict[str, Any]]:
-    """What was fetched into a folder before.
-
-    Raises:
-        UserError: The record is damaged.
-    """
-    path = root / FETCHED_NAME
-    try:
-        lock = dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-        if not all(isinstance(facts["files"], dict) and {"repo", "commit"} <= set(facts) for facts in lock.values()):
-            raise ValueError("it is not a record of fetched sets")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}). Move it away and run `neuclip evalsets {root}` again: files that agree with "
-            "the source are not fetched again, but sets that were updated since come in their newest state."
-        ) from error
-    return lock
+            problems[key] = str(error)
+        on_note(f"{key}: {problems.get(key) or 'verified'}")
+    return samples, problems
 
 
 def _check(folder: Path, known: dict[str, Any] | None) -> None:
@@ -189,8 +164,8 @@ def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: 
         key = entry.task.key
         try:
             data = open_task(entry)
-            files, expected = file_digests(data.files, data.folder), entry.expected.get("sha256", {})
-            check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
+            files = file_digests(data.files, data.folder)
+            check_digests(key, files, entry.expected.get("sha256", {}), folder=entry.folder)
             tasks[key] = {**tasks.get(key, {}), **data.counts, "sha256": dict(sorted(files.items()))}
         except UserError as error:
             problems[key] = str(error)

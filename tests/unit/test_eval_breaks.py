@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError, check_digests, decode
 from pipeline.evaluation.protocol import PROTOCOLS
@@ -183,10 +183,9 @@ def test_data_is_checked_against_what_was_recorded_with_the_suite_or_when_it_was
     suite_json.write_text(json.dumps({"tasks": {"cifar10": facts}}))
     entry = open_suite(tmp_path).entries[0]
     assert open_task(entry).samples == 22
-    recorded = {"folder": folder, "written": "was recorded"}
-    check_digests("cifar10", {"test/0.tar": digest}, entry.expected["sha256"], **recorded)
+    check_digests("cifar10", {"test/0.tar": digest}, entry.expected["sha256"], folder=folder)
     with pytest.raises(TaskError, match=r"another SHA-256 .* \(test/0\.tar\)"):
-        check_digests("cifar10", {"test/0.tar": "0" * 64}, entry.expected["sha256"], **recorded)
+        check_digests("cifar10", {"test/0.tar": "0" * 64}, entry.expected["sha256"], folder=folder)
     for wrong, message in (({"samples": 23}, "has 22 samples, but 23"), ({"classes": 7}, "has 6 classes, but 7")):
         suite_json.write_text(json.dumps({"tasks": {"cifar10": {**facts, **wrong}}}))
         with pytest.raises(TaskError, match=message):
@@ -213,7 +212,7 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path):
     info = json.loads((version / "dataset_info.json").read_text())
     info["splits"]["test"]["num_examples"] = 12
     (version / "dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(TaskError, match=r"has 9 rows, but its dataset_info\.json says 12"):
+    with pytest.raises(TaskError, match=r"has 9 rows, but its dataset_info\.json says .*12"):
         open_task(open_suite(tmp_path).entries[0])
     write_cache(tmp_path, digest="cd34")
     with pytest.raises(TaskError, match="must hold one finished data set, but holds 2"):
@@ -222,13 +221,6 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path):
     next((tmp_path / "hf_cache/downloads").rglob("thing1.jpg")).unlink()
     with pytest.raises(TaskError, match=r"Cannot read .*thing1\.jpg"):
         open_task(open_suite(tmp_path).entries[0])
-
-
-def test_keys_that_map_to_the_same_file_are_refused(tmp_path):
-    (tmp_path / "tasks.yaml").write_text("a/b: {csv: x.csv, label: y}\na--b: {csv: x.csv, label: y}\n")
-    with pytest.raises(TaskError, match="would write their results to the same file"):
-        open_task(open_suite(tmp_path).entries[0])
-    assert (Task("scenes/count", "").stem, Task("scenes-count", "").stem) == ("scenes--count", "scenes-count")
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):

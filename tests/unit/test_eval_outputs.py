@@ -38,7 +38,7 @@ def test_changed_data_is_refused_until_it_is_accepted(model, tmp_path):
     assert (run / "suite.lock.json").is_file()
     write_classification(suite, TASKS["mnist"], seed=9)
     later = scored(other, suite, second)
-    assert "another SHA-256 than when they were first evaluated" in later.failures["mnist"]
+    assert "2 files (test/0.tar, test/1.tar) are new, missing or have another SHA-256 than" in later.failures["mnist"]
     assert "relock=true" in later.failures["mnist"]
     assert not scored(other, suite, second, relock=True).failures
     assert not scored(make_model(2), suite, third).failures
@@ -129,7 +129,7 @@ def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_p
     assert len(plain("word " * 5000)) <= 600
     (tmp_path / "file").write_text("")
     for given, tasks, output, message in (
-        (model, suite, tmp_path / "file", "cannot be written to .*file: it is a file"),
+        (model, suite, tmp_path / "file", "cannot be written to .*file: File exists"),
         (model, suite, tmp_path / ("x" * 300), "File name too long"),
         (model, tmp_path / ("x" * 300), tmp_path / "out", "Cannot read .*: File name too long"),
         ("x" * 300, suite, tmp_path / "out", "cannot be read: File name too long"),

@@ -94,7 +94,14 @@ def _association_rows(table: Table, folder: Path) -> TaskData:
     cues = [as_text(v, where=table.row_name(row)) for row, v in enumerate(table.values(column_of(table, "cue")))]
     rows = list(zip(_lists(table, "candidates"), cues, _lists(table, "associations"), strict=True))
     for row, (candidates, cue, truth) in enumerate(rows):
-        _check_instance(table.row_name(row), candidates, cue, truth)
+        names = {name for name in candidates if name.strip()}
+        whole = len(names) == len(candidates) in CANDIDATES and truth and names.issuperset(truth)
+        if not (whole and cue.strip()):
+            raise TaskError(
+                f"{table.row_name(row)} has the cue {plain(cue, longest=60)!r}, {len(names)} different candidates and "
+                f"{len(truth)} associations, {len(names & {*truth})} of them among its candidates, but an instance of "
+                f"WinoGAViL has {', '.join(map(str, CANDIDATES))} candidates. It is incomplete: fetch the table again."
+            )
     columns, seen = (name for name in table.columns if name != "candidate_images"), dict[str, int]()
     for row, values in enumerate(zip(*map(table.values, columns), strict=True)):
         if (first := seen.setdefault(repr(values), row)) != row:
@@ -128,27 +135,6 @@ def _lists(table: Table, column: str) -> list[list[str]]:
         if str(count).strip() and len(lists[row]) != count:
             raise TaskError(f"{table.row_name(row)} has {len(lists[row])} {column}, but its {counts} says {count}.")
     return lists
-
-
-def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequence[str]) -> None:
-    if not cue.strip():
-        raise TaskError(f"{where} has no cue.")
-    if not all(name.strip() for name in candidates):
-        raise TaskError(f"{where} has a candidate without a name. The row is incomplete: fetch the table again.")
-    if not truth:
-        raise TaskError(f"{where} has no associations.")
-    strange = [name for name in truth if name not in candidates]
-    if strange:
-        raise TaskError(
-            f"{where}: the association {plain(repr(strange[0]), longest=60)} is not among its {len(candidates)} "
-            "candidates. The row is incomplete: fetch the table again."
-        )
-    if len(candidates) not in CANDIDATES or len(set(candidates)) < len(candidates):
-        twice = "" if len(set(candidates)) == len(candidates) else ", some of them twice"
-        raise TaskError(
-            f"{where} has {len(candidates)} candidates{twice}, but WinoGAViL's instances have "
-            f"{', '.join(map(str, CANDIDATES))}. The row is damaged: fetch the table again."
-        )
 
 
 def column_of(table: Table, name: str) -> str:

@@ -108,14 +108,15 @@ class Table:
         """The names that are stored for a label column; empty when there are none."""
         return tuple(getattr(self._features[column], "names", ()) or ())
 
-    def values(self, column: str) -> list[Any]:
-        """A column without images, as plain values."""
-        return list(self._items(column))
+    def values(self, column: str) -> Iterator[Any]:
+        """A column as plain values."""
+        for _, cells in self._read(column):
+            yield from cells.to_pylist()
 
     def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> list[Picture]:
         """The images of all rows, of which each must have as many as `counts` says, by default one."""
         pictures = []
-        for row, cell in enumerate(self._items(column)):
+        for row, cell in enumerate(self.values(column)):
             items = as_list(cell, where=self.row_name(row)) if isinstance(cell, str) else cell
             items = items if isinstance(items, list) else [items]
             wanted = counts[row] if counts else 1
@@ -156,10 +157,6 @@ class Table:
         cell = cells[row - start]
         value = (cell if position is None else cell.values[position]).as_py()
         return value["bytes"] if isinstance(value, Mapping) else value
-
-    def _items(self, column: str) -> Iterator[Any]:
-        for _, cells in self._read(column):
-            yield from cells.to_pylist()
 
     def _read(self, column: str, first: int = 0) -> Iterator[tuple[int, Any]]:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,8 +151,14 @@ class TaskData:
 
 
 def file_facts(path: Path) -> tuple[int, ...]:
-    """What changes with every change of a file's content, whoever sets its modification time."""
+    """What changes with every change of a file's content, whoever sets its modification time.
+
+    Raises:
+        TaskError: It is a pipe or a device.
+    """
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise TaskError(f"{path} is no file: reading a pipe or a device would not end.")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
@@ -238,20 +245,17 @@ def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
     return text if len(text) <= longest else f"{text[: longest - 40]} ... ({len(text):,} characters)"
 
 
-def check_digests(
-    key: str, files: Mapping[str, str], expected: Mapping[str, str], *, folder: Path | None, written: str
-) -> None:
-    """Compare the digests of a task's files, by name, with those that were recorded for them where `written` says.
+def check_digests(key: str, files: Mapping[str, str], expected: Mapping[str, str], *, folder: Path | None) -> None:
+    """Compare the digests of a task's files, by name, with those that were recorded with the data.
 
-    A recorded file that is not among those that were read must be in `folder`; None where that is an error.
+    A recorded file that is not among those that were read must be in `folder`.
     """
     wrong = [name for name in expected if name in files and files[name] != expected[name]]
-    unread = [name for name in expected if name not in files]
-    wrong += [name for name in unread if folder is None or not (folder / name).is_file()]
+    wrong += [name for name in expected if name not in files and not (folder and (folder / name).is_file())]
     if wrong:
         raise TaskError(
-            f"{key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than {written} "
-            f"({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
+            f"{key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than was recorded with "
+            f"the data ({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
         )
 
 

@@ -98,17 +98,13 @@ def _shards(folder: Path) -> tuple[Path, ...]:
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
     names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
     missing = list(islice((name for name in names if not (test / name).is_file()), 5))
-    if missing:
+    shards = () if missing else tuple(test / f"{number}.tar" for number in range(int(lines[0])))
+    surplus = sorted(path.name for path in {*test.glob("[!.]*.tar")} - {*shards})
+    if missing or surplus:
+        what = f"{', '.join(missing)} are missing" if missing else f"{', '.join(surplus[:5])} are there, too"
         raise TaskError(
-            f"{test}: of the {lines[0]} shards in nshards.txt, some are missing ({', '.join(missing)}). "
-            "A score over partial data would not be this task's score: fetch them."
-        )
-    shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
-    surplus = sorted(p.name for p in {*test.glob("*.tar")} - {*shards} if not p.name.startswith("."))
-    if surplus:
-        raise TaskError(
-            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(shards) + len(surplus)} tars "
-            f"({', '.join(surplus[:5])} too many). Fetch nshards.txt again, or remove what does not belong there."
+            f"{test}: nshards.txt says {lines[0]} shards, but {what}. A score over partial or other data would not be "
+            "this task's score: fetch shards and nshards.txt again, and remove what does not belong there."
         )
     return shards
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
-from pipeline.evaluation.identity import SuiteLock, conditions, definition, identity_of
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.suite import Entry, Suite, open_task
+from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_digests, plain
+from pipeline.evaluation.identity import LOCK_NAME, SuiteLock, conditions, definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
 from pipeline.evaluation.run.images import image_pass
 from pipeline.evaluation.run.results import (
     Evaluation,
     TaskResult,
-    lock_path,
-    make_output,
+    make_folders,
     output_folders,
     read_outcomes,
     read_result,
@@ -34,6 +34,7 @@ from pipeline.evaluation.run.results import (
 )
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.run_files import PREFIX
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
@@ -66,12 +67,21 @@ def prepare(
         UserError: Results cannot be written, or a lock is damaged.
     """
     folders = output_folders([model.source for model in models], output)
-    paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
+    several = output is not None and len(models) > 1
 
-    session.on_main(lambda: [make_output(folder) for folder in folders])
+    def lock_path(folder: Path) -> Path:
+        """One lock for all checkpoints of a run or of a call, else beside the results."""
+        shared = several or (folder.name.startswith(PREFIX) and folder.parent.name == "evaluation")
+        return (folder.parent if shared else folder) / LOCK_NAME
+
+    paths = list(map(lock_path, folders))
+    session.on_main(lambda: make_folders(folders))
     locks = session.on_main(lambda: {path: SuiteLock.read(path) for path in paths})
     if len(suite.entries) == len(suite.keys) and not session.config.relock:
-        suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
+        problem = f"was a task of this suite when first evaluated here, and its data is no longer there. {ACCEPT}"
+        keys = dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}") for key in keys)
+        suite = replace(suite, entries=(*suite.entries, *lost), whole=(*suite.whole, *lost))
     conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
     evaluations = [
         Evaluation(model, folder, locks[path], conditions=same)
@@ -167,7 +177,7 @@ class Evaluator:
         digests = session.share(lambda number: file_digests([data.files[number]], data.folder), len(data.files))
         files = dict(sorted(item for digest in digests for item in digest.items()))
         expected = entry.expected.get("sha256", {})
-        check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
+        check_digests(key, files, expected, folder=entry.folder)
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
         return OpenedTask(entry, data, files, protocol)
 
@@ -192,12 +202,11 @@ class Evaluator:
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
         """Record a failure. An older result that could not be confirmed is renamed, not deleted.
 
-        A result of the same task in another suite, which only has the same key, stays as it is. So does one of a task
-        whose data is not where a `tasks.yaml` says: the place may be misspelt.
+        A result of the same task in another suite, which only has the same key, stays as it is.
         """
         evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
-        if self.session.world.rank != 0 or (entry.own is not None and not entry.is_there):
+        if self.session.world.rank != 0:
             return
         stored = read_result(path)
         if stored is not None and entry.folder is not None and stored.inputs.get("task") != definition(entry):
@@ -210,7 +219,8 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
     """Compute a result from what was kept of the images, and write it."""
     task, protocol = opened.entry.task, opened.protocol
     outcomes = protocol.finish(kept, texts)
-    metrics = protocol.metrics(outcomes)
+    metrics, samples, official = protocol.metrics(outcomes), opened.data.samples, TASKS.get(task.key)
+    classes = (None, opened.data.counts.get("classes"))
     result = TaskResult(
         task=task.key,
         name=task.name,
@@ -219,8 +229,8 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
         score=metrics[task.main_metric],
         metrics=metrics,
         chance=protocol.chance(),
-        samples=opened.data.samples,
-        official=is_official(opened.entry, opened.data),
+        samples=samples,
+        official=official is not None and samples == official.samples and official.classes in classes,
         inputs=inputs,
     )
     protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)

@@ -88,6 +88,10 @@ class ImagePass(Dataset[Any]):
             yield number, valid, dict(zip(self._transforms, tensors, strict=True))
 
 
+def _start_worker(number: int) -> None:
+    live_with_parent()
+
+
 def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
     try:
         for batch in start_workers(loader):
@@ -98,10 +102,6 @@ def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
         if not (loader.num_workers and means_worker_died(error)):
             raise
         raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
-
-
-def _start_worker(number: int) -> None:
-    live_with_parent()
 
 
 def image_pass(
@@ -159,7 +159,9 @@ def _my_images(
     """
     device, config, world = session.compute.device, session.config, session.world
     on_device = {index: texts[index].to(device) for index in models}
-    keys = {index: preprocessing_key(model) for index, model in models.items()}
+    # Models with the same key see the same pixels.
+    described = {i: {**m.architecture.preprocess_cfg, **m.architecture.own_background} for i, m in models.items()}
+    keys = {index: json.dumps(facts, sort_keys=True, default=list) for index, facts in described.items()}
     reading = ImagePass(
         data.images,
         {keys[index]: model.preprocess for index, model in models.items()},
@@ -188,12 +190,6 @@ def _my_images(
             return number, index, str(error)
 
     return list(session.compute.map(encode, work()))
-
-
-def preprocessing_key(model: EvaluationModel) -> str:
-    """Models with the same key see the same pixels."""
-    described = {**model.architecture.preprocess_cfg, **model.architecture.own_background}
-    return json.dumps(described, sort_keys=True, default=list)
 
 
 def background_of(models: Iterable[EvaluationModel]) -> Colour:

@@ -91,8 +91,7 @@ class Session:
             return values
 
         parts = self.world.gather_objects(self.together(mine))
-        merged = {number: value for part in parts for number, value in part.items()}
-        return [merged[number] for number in range(count)]
+        return [parts[number % self.world.size][number] for number in range(count)]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on the first process only and return its value on all of them.

@@ -112,7 +112,7 @@ def test_retrieval_matches_brute_force_including_ties(seed):
 
 def test_association_chance_matches_random_picks_and_small_instances_alone_have_no_score():
     few, many = Instance("cue", (0, 1), (True, False)), Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
-    small, large = (TaskData(None, "", StoredImages([], []), (), instances=(instance,)) for instance in (few, many))
+    small, large = (TaskData(None, "", StoredImages([]), (), instances=(instance,)) for instance in (few, many))
     rng = np.random.default_rng(0)
     truth = np.array(many.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])

@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
-from pipeline.evaluation.datasets.tables import Table, TableImages, as_text, files_of, parsed_list
+from pipeline.evaluation.datasets.tables import Table, as_text, parsed_list
 from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
@@ -164,7 +164,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     if loose or not classes:
         what = f"{loose[0]} beside its folders of classes" if loose else "no folders of classes"
         raise TaskError(f"{folder} holds {what}: expected {folder.name}/CLASS/IMAGE.jpg.")
-    paths, labels, first, real_folder = [], [], dict[str, Path](), functools.cache(os.path.realpath)
+    labels, first, real_folder = list[int](), dict[str, Path](), functools.cache(os.path.realpath)
     for label, class_folder in enumerate(classes):
         files = files_below(class_folder)
         strange = [path.name for path in files if not (is_image(path) and path.is_file())]
@@ -175,9 +175,9 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
             real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
             if (other := first.setdefault(real, path)) is not path:
                 raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
-        paths += files
         labels += [label] * len(files)
-    data = TaskData(folder, "class folders", StoredImages(paths, list(map(str, paths))), tuple(paths))
+    images = StoredImages([(path, str(path)) for path in first.values()])
+    data = TaskData(folder, "class folders", images, images.files)
     return _classified(data, own, [path.name for path in classes], labels)
 
 
@@ -189,10 +189,9 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
         raise TaskError(f"{table.row_name(values.index(''))} has no {label}.")
     stored = table.class_names(label)
     classes, labels = number_labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
-    pictures = table.pictures(column)
-    images, files = TableImages(table, column, pictures), (*table.files, *files_of(pictures))
+    images = table.pictures(column)
     check_repeated(images, labels, one_label=True)
-    data = TaskData(folder, table.layout, images, files, columns=(column, label))
+    data = TaskData(folder, table.layout, images, (*table.files, *images.files), columns=(column, label))
     return _classified(data, own, classes, labels, stored=stored)
 
 

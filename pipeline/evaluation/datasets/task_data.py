@@ -5,6 +5,7 @@ What is recorded with a suite's data is in `suite.json` (counts and digests) and
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -49,30 +50,48 @@ class StoredImages:
     """Encoded images by index; picklable, and cheap to open again in another process.
 
     Args:
-        places: The file of each image; or the file and the first byte and size in it; or a zip archive and a member.
-        names: Where each image is, for messages.
+        pictures: Where each image is: its file; a file and the first byte and size in it; a zip archive and a member;
+            or a `Table`, a column, a row and the position in the row's list. And what it is called in messages.
     """
 
-    def __init__(self, places: Sequence[Any], names: Sequence[str]) -> None:
-        self._places, self._names = places, names
+    def __init__(self, pictures: Sequence[tuple[Any, str]]) -> None:
+        self._pictures = pictures
         self._open: dict[Path, Any] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._pictures)
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
-        return self._names[index]
+        return self._pictures[index][1]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are an image."""
+        return tuple(dict.fromkeys(place for place, _ in self._pictures if isinstance(place, Path)))
+
+    def part(self, indices: Iterable[int]) -> StoredImages:
+        """Some of the images."""
+        return StoredImages([self._pictures[index] for index in indices])
+
+    def identity(self, index: int) -> object:
+        """What equal images have in common: their bytes in a table, or their file, also through links."""
+        place = self._pictures[index][0]
+        if isinstance(place, Path):
+            return os.path.realpath(place)
+        return place if isinstance(place[0], Path) else hashlib.sha256(self.read(index)).digest()
 
     def read(self, index: int) -> bytes:
         """Read the encoded image, or raise a `TaskError`."""
-        if isinstance(place := self._places[index], Path):
+        if isinstance(place := self._pictures[index][0], Path):
             with reading(place):
                 return read_file(place)
         path, *part = place
+        if not isinstance(path, Path):
+            return bytes(path.image(*part))
         if len(part) == 1:
             try:
                 self._open[path] = self._open.get(path) or zipfile.ZipFile(path)

@@ -67,8 +67,7 @@ def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
     path_of = {str(shard): shard for shard in shards}
-    places = [(path_of[sample["__url__"]], *_image(sample)) for sample in samples]
-    images = StoredImages(places, [f"{sample['__key__']} in {sample['__url__']}" for sample in samples])
+    images = StoredImages([((path_of[s["__url__"]], *_image(s)), f"{s['__key__']} in {s['__url__']}") for s in samples])
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):

@@ -33,11 +33,6 @@ class HubSet:
     revision: str = "main"
     """The branch whose newest commit is fetched when no commit has been recorded yet."""
 
-    @property
-    def folder(self) -> str:
-        """The folder's name below the suite's."""
-        return official_folder(self.task.key)
-
 
 def _published(task: Task) -> HubSet:
     if task.protocol == "retrieval":
@@ -79,12 +74,9 @@ def fetch_evalsets(
         raise UserError(f"There is no evaluation set {unknown[0]!r}. {suggest(unknown[0], tuple(HUB_SETS))}")
     for key in keys:
         chosen = HUB_SETS[key]
-        folder, expected = root / chosen.folder, {"samples": chosen.task.samples, "classes": chosen.task.classes}
+        folder, expected = root / official_folder(key), {"samples": chosen.task.samples, "classes": chosen.task.classes}
         try:
-            if offline:
-                _check(folder, recorded.get(key))
-            else:
-                entry = _fetch(chosen, folder, recorded.get(key))
+            entry = _check(folder, recorded.get(key)) if offline else _fetch(chosen, folder, recorded.get(key))
             # Counted by the evaluation's own reader.
             count = open_task(Entry(chosen.task, folder, expected)).samples
             if not offline:  # read again: another process may have fetched other sets in the meantime
@@ -96,8 +88,8 @@ def fetch_evalsets(
     return samples, problems
 
 
-def _check(folder: Path, known: dict[str, Any] | None) -> None:
-    """Compare a set with what was recorded when it was fetched."""
+def _check(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Compare a set with what was recorded when it was fetched, and return that."""
     if known is None:
         raise UserError("was never fetched")
 
@@ -107,6 +99,7 @@ def _check(folder: Path, known: dict[str, Any] | None) -> None:
 
     if wrong := [name for name, facts in known["files"].items() if differs(name, facts)]:
         raise UserError(f"{', '.join(wrong[:3])} differ from what was fetched")
+    return known
 
 
 def _fetch(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def _fetch(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[s
     paths = {path.relative_to(target).as_posix(): path for path in sorted(target.rglob("*")) if path.is_file()}
     names = [name for name in paths if belongs(name) and name not in verified.extra_paths and not name.startswith(".")]
     if not names:
-        raise UserError(f"{chosen.folder} has none of the files {', '.join(chosen.patterns)}.")
+        raise UserError(f"{target.name} has none of the files {', '.join(chosen.patterns)}.")
     files = {name: {"bytes": paths[name].stat().st_size, "sha256": sha256_of(paths[name])} for name in names}
     return {"repo": chosen.repo, "commit": commit, "files": files}
 

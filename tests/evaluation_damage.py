@@ -201,7 +201,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (
         V2,
         lambda f: (f / "classnames.txt").write_text("one\n", encoding="utf-16"),
-        "classnames.txt is not UTF-8, .*iconv",
+        "classnames.txt is .*: it is not UTF-8, .*iconv",
     ),
     (V2, partial(write, "classnames.txt", "one\ntwo\n"), "labels run from 0 to 4, but there are 2 class names"),
     (V2, partial(write, TEMPLATES, "a photo\n"), "needs the place of"),

@@ -142,7 +142,7 @@ def weights_of(checkpoint: Path) -> str:
                 return ""
             digests[name] = facts.get("sha256") or now
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
-    except (OSError, ValueError, AttributeError, UserError):
+    except (OSError, ValueError, AttributeError):
         return ""
 
 

@@ -42,7 +42,7 @@ def check_split(table: Table, split: str) -> None:
 
 
 def check_repeated(images: StoredImages, about: Sequence[object], *, one_label: bool = False) -> None:
-    """Check that no row was copied: the same image, see `identity`, with the same label or captions counts once.
+    """Check that no row was copied: an image with the same label or captions counts once.
 
     With `one_label` an image must not have two labels in two rows either.
     """

@@ -199,16 +199,12 @@ def read_text(path: Path) -> str:
     with reading(path):
         try:
             content = read_bounded(path)
+            if wrong := other_encoding(content[:4]) or ("holds zero bytes" if b"\0" in content else ""):
+                raise ValueError(f"it {wrong}")
+            return content.decode("utf-8-sig")
         except ValueError as error:
-            raise TaskError(f"{path} is {error}, more than a text of a task has: is it another file?") from error
-    if wrong := other_encoding(content[:4]):
-        raise TaskError(f"{path} {wrong}")
-    if b"\0" in content:
-        raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8 ({error}): it is damaged, or must be converted.") from error
+            what = "is damaged, must be converted to UTF-8, or is another file than a task has"
+            raise TaskError(f"{path} {what}: {error}.") from error
 
 
 def read_lines(path: Path) -> tuple[str, ...]:

@@ -115,25 +115,23 @@ def _read_shard(shard: Path) -> list[Sample]:
     def members() -> Iterator[dict[str, Any]]:
         with shard.open("rb") as file:
             for name, offset, size in read_members(shard):
-                data: Any = (offset, size)
                 key, suffix = base_plus_ext(name)
                 if key is None:  # it would be passed over
-                    raise TaskError(f"The shard {shard}: {name} is of no sample, its name has no suffix.")
-                if suffix.lower() in SMALL_SUFFIXES:
-                    data = os.pread(file.fileno(), size, offset)
+                    raise ValueError(f"{name} is of no sample, its name has no suffix")
+                is_small = suffix.lower() in SMALL_SUFFIXES
+                data = os.pread(file.fileno(), size, offset) if is_small else (offset, size)
                 yield {"fname": name, "data": data, "__url__": str(shard)}
 
     try:
-        samples = list(group_by_keys(members()))
+        samples = list(group_by_keys(members()))  # a ValueError for a sample with two equal members
+        keys = Counter(sample["__key__"] for sample in samples).most_common(1)
+        if not keys or keys[0][1] > 1:
+            twice = keys and f"sample {keys[0][0]} twice, or its members are not together"
+            raise ValueError(f"it holds {twice or 'no samples at all'}")
     except TaskError:
         raise
     except ValueError as error:
-        raise TaskError(f"The shard {shard} has a sample with two equal members: {plain(error.args[0])}.") from error
-    if not samples:
-        raise TaskError(f"The shard {shard} holds no samples at all: it is damaged or not the task's. Fetch it again.")
-    twice = next((key for key, count in Counter(s["__key__"] for s in samples).items() if count > 1), None)
-    if twice is not None:
-        raise TaskError(f"{shard} holds sample {twice} twice, or its members are not together.")
+        raise TaskError(f"The shard {shard} is damaged or not the task's: {plain(error.args[0])}.") from error
     return samples
 
 
@@ -141,8 +139,7 @@ def _image(sample: Sample) -> tuple[int, int]:
     """Offset and size of the image."""
     places = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
     if len(places) != 1:
-        what = "two images" if places else f"no image ({', '.join(f'.{suffix}' for suffix in IMAGE_SUFFIXES)})"
-        raise TaskError(f"{_where(sample)} has {what}.")
+        raise TaskError(f"{_where(sample)} has {'two images' if places else 'no image'} ({', '.join(IMAGE_SUFFIXES)}).")
     offset, size = places[0]
     return offset, size
 

@@ -161,7 +161,10 @@ class Evaluator:
             speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
             for index in kept:
                 self.evaluations[index].timings[key] = {**speed, "checkpoints": len(models)}
-        self._lock(opened, suite)
+        # Record the data of a task that was scored.
+        relock, locks = session.config.relock, [e.lock for e in self.evaluations if key in e.results]
+        changed = [lock for lock in locks if lock.add(key, opened.data, opened.files) or relock]
+        session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _stored(self, path: Path) -> TaskResult | None:
         """A result whose outcomes are whole, unless everything is computed again."""
@@ -180,13 +183,6 @@ class Evaluator:
         check_digests(key, files, expected, folder=entry.folder)
         protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
         return OpenedTask(entry, data, files, protocol)
-
-    def _lock(self, opened: OpenedTask, suite: Suite) -> None:
-        """Record the data of a task that was scored."""
-        key, relock = opened.entry.task.key, self.session.config.relock
-        scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
-        changed = [lock for lock in scored if lock.add(key, opened.data, opened.files) or relock]
-        self.session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _texts(self, index: int, opened: OpenedTask) -> Tensor:
         """Text features of a task, [distinct texts, d]; the processes share the work."""

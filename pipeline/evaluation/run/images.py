@@ -83,25 +83,24 @@ class ImagePass(Dataset[Any]):
             multiprocessing_context=start_forkserver() if workers else None,
             worker_init_fn=_start_worker if workers else None,
         )
-        cut = microbatches(_checked(loader), self._micro_batch)
-        for number, (valid, tensors) in zip(self._numbers, cut, strict=True):
+
+        def checked() -> Iterator[tuple[Tensor, ...]]:
+            try:
+                for batch in start_workers(loader):
+                    if isinstance(batch, str):
+                        raise TaskError(batch)
+                    yield tuple(batch)
+            except (RuntimeError, OSError, EOFError) as error:
+                if not (workers and means_worker_died(error)):
+                    raise
+                raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
+
+        for number, (valid, tensors) in zip(self._numbers, microbatches(checked(), self._micro_batch), strict=True):
             yield number, valid, dict(zip(self._transforms, tensors, strict=True))
 
 
 def _start_worker(number: int) -> None:
     live_with_parent()
-
-
-def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
-    try:
-        for batch in start_workers(loader):
-            if isinstance(batch, str):
-                raise TaskError(batch)
-            yield tuple(batch)
-    except (RuntimeError, OSError, EOFError) as error:
-        if not (loader.num_workers and means_worker_died(error)):
-            raise
-        raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
 
 
 def image_pass(

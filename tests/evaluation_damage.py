@@ -147,7 +147,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: edit_tar(f, {"s0000001.cls": b"cat"}), "holds b'cat', not a class number"),
     (V2, lambda f: edit_tar(f, {"s0000000.webp": None}), "s0000000 in .*0.tar has no image"),
     (V2, lambda f: edit_tar(f, {"s0000000.cls": None}), "s0000000 in .*0.tar has no .cls"),
-    (V2, lambda f: edit_tar(f, {"s0000000.png": b""}), "s0000000 in .*0.tar holds|twice"),
+    (V2, lambda f: edit_tar(f, {"s0000000.png": b""}), "it holds sample s0000000 twice"),
     (FMOW, lambda f: edit_tar(f, {"s0000000.npy": None}), "s0000000 in .*0.tar has no .npy"),
     (V2, lambda f: write_members(f / "test/0.tar", [("a.cls", b"1"), ("a.CLS", b"1")]), "duplicate file name"),
     (V2, lambda f: write_members(f / "test/0.tar", [("a", b"1")]), "a is of no sample, its name has no suffix"),
@@ -180,11 +180,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (WINOGAVIL, partial(write, "test.csv", "name,text\nx,y\n"), "exactly one CSV with the columns candidates, cue"),
 ]
 LOCKED: list[tuple[str, Callable[[Path], object], str]] = [
-    (
-        FLICKR,
-        lambda f: ((f / PARTS[1]).unlink(), renamed(f, "test-00000-of-00001.parquet")),
-        r"3 files \(.*\) are new, mi",
-    ),
+    (FLICKR, lambda f: ((f / PARTS[1]).unlink(), renamed(f, "test-00000-of-00001.parquet")), "3 files .* are new, mi"),
     (V2, swap_two_images, r"1 files \(test/0.tar\) are new, .* than when it was first evaluated"),
     (V2, shutil.rmtree, "its data is no longer there"),
     (V2, lambda f: shutil.copytree(f, f.parent / "more" / "imagenetv2"), "imagenetv2 has 2 folders"),

@@ -241,12 +241,7 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
 
 def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
     save_step(tmp_path, 100)
-    for name in (
-        "checkpoints/step-old",
-        "checkpoints/step-00000200.bak",
-        "evaluation/step-x",
-        "evaluation/step-1.json",
-    ):
+    for name in ("checkpoints/step-old", "checkpoints/step-00000200.bak", "evaluation/step-x", "evaluation/step-1.x"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "checkpoint.json").write_text("{}")
     (tmp_path / "checkpoints/step-00000300").write_text("a file")

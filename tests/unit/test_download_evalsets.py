@@ -40,11 +40,6 @@ TINY = {
 }
 
 
-def test_every_task_has_a_hub_repository():
-    assert tuple(HUB_SETS) == tuple(TASKS)
-    assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
-
-
 def tar_of(samples: range) -> bytes:
     buffer = io.BytesIO()
     bodies = {"cls": b"1", "webp": b"RIFF" + bytes(400)}
@@ -53,16 +48,13 @@ def tar_of(samples: range) -> bytes:
 
 
 def parquet_of(rows: int) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(
-        pa.table({"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}), buffer
-    )
+    columns = {"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}
+    pq.write_table(pa.table(columns), buffer := io.BytesIO())
     return buffer.getvalue()
 
 
 def zip_of(*names: str) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         for name in names:
             archive.writestr(f"images/{name}.jpg", name)
     return buffer.getvalue()
@@ -120,9 +112,8 @@ def test_a_damaged_record_is_named(hub, tmp_path):
     """Regression test: it was reported as a fault of the program."""
     for text in ("{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"):
         (tmp_path / "evalsets.json").write_text(text)
-        for work in (lambda: fetch_evalsets(tmp_path), lambda: fetch_evalsets(tmp_path, offline=True)):
-            with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
-                work()
+        with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
+            fetch_evalsets(tmp_path)
 
 
 def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path):
@@ -158,7 +149,9 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path)
     assert "has 1 classes, but 2 are expected" in problems["cifar10"]
 
 
-def test_unknown_names_are_refused(tmp_path):
+def test_every_task_has_a_hub_repository_and_unknown_names_are_refused(tmp_path):
+    assert tuple(HUB_SETS) == tuple(TASKS)
+    assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
 

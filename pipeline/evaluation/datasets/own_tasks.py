@@ -20,7 +20,7 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
 from pipeline.evaluation.datasets.tables import Table, as_text, parsed_list
@@ -119,12 +119,6 @@ def _own_task(key: str, tree: Any) -> OwnTask:
     if own.metric is not None and own.metric not in protocol.scores:
         raise UserError(f"metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
     return own
-
-
-def task_of(key: str, own: OwnTask) -> Task:
-    """The task that an entry of the YAML describes."""
-    metric = own.metric or PROTOCOLS[own.scored_by].scores[0]
-    return Task(key, own.name or key, protocol=own.scored_by, main_metric=metric)
 
 
 def place_of(own: OwnTask, base: Path) -> Path:

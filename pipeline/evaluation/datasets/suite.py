@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
-from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
+from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.task_data import (
     COUNTS,
@@ -29,6 +29,7 @@ from pipeline.evaluation.datasets.task_data import (
     reading,
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
+from pipeline.evaluation.protocol import PROTOCOLS
 
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
@@ -303,6 +304,8 @@ def _described(path: Path, facts: Mapping[str, Mapping[str, Any]]) -> list[Entry
     """The tasks of a `tasks.yaml`."""
     entries, base = [], path.parent
     for key, own in read_own_tasks(path).items():
+        metric = own.metric or PROTOCOLS[own.scored_by].scores[0]
+        task = Task(key, own.name or key, protocol=own.scored_by, main_metric=metric)
         images = base / own.images if own.images else None
-        entries.append(Entry(task_of(key, own), place_of(own, base), facts.get(key, {}), own=own, images=images))
+        entries.append(Entry(task, place_of(own, base), facts.get(key, {}), own=own, images=images))
     return entries

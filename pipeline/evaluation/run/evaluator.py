@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.evaluation.compute import TextSide
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.suite import Entry, Suite, open_task
 from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_digests, plain
@@ -90,17 +91,6 @@ def prepare(
     return evaluations, suite
 
 
-@dataclass(frozen=True)
-class OpenedTask:
-    """A task whose data has been opened and checked."""
-
-    entry: Entry
-    data: TaskData
-    files: Mapping[str, str]
-    """Digests of the data's files, by name."""
-    protocol: Protocol
-
-
 class Evaluator:
     """Evaluates the models of `evaluations` together; a failed task or checkpoint does not stop the others."""
 
@@ -131,39 +121,40 @@ class Evaluator:
         session, key = self.session, entry.task.key
         session.world.progress()
         started = time.perf_counter()
-        opened = self._open(entry)
-        inputs = [identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations]
+        data, files, protocol = self._open(entry)
+        inputs = [identity_of(e.conditions, entry, data, files=files) for e in self.evaluations]
         # The first process decides what is reused, so that all agree.
         stored = session.on_main(lambda: [self._stored(evaluation.path(entry)) for evaluation in self.evaluations])
         texts: dict[int, Tensor] = {}
         for index, evaluation in enumerate(self.evaluations):
             with self._failing(entry, evaluation):
                 if not session.config.relock:
-                    evaluation.lock.check(key, opened.data, opened.files)
+                    evaluation.lock.check(key, data, files)
                 result = stored[index]
                 if result is not None and result.task == key and result.inputs == inputs[index]:
                     evaluation.results[key] = result
                     evaluation.reused.add(key)
                 else:
-                    texts[index] = self._texts(index, opened)
+                    texts[index] = self._texts(index, protocol.texts, reused=bool(data.classnames))
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            kept, failed = image_pass(session, data=opened.data, protocol=opened.protocol, models=models, texts=texts)
+            kept, failed = image_pass(session, data=data, protocol=protocol, models=models, texts=texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
             for index, parts in kept.items():
                 session.world.progress()
                 evaluation = self.evaluations[index]
-                score = partial(_score, opened, evaluation.path(entry), parts, texts=texts[index], inputs=inputs[index])
+                score = partial(_score, entry.task, data, protocol, path=evaluation.path(entry), kept=parts)
+                score = partial(score, texts=texts[index], inputs=inputs[index])
                 with self._failing(entry, evaluation):
                     evaluation.results[key] = session.on_main(score)
-            seconds, images = time.perf_counter() - started, len(opened.data.images)
+            seconds, images = time.perf_counter() - started, len(data.images)
             speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
             for index in kept:
                 self.evaluations[index].timings[key] = {**speed, "checkpoints": len(models)}
         # Record the data of a task that was scored.
         relock, locks = session.config.relock, [e.lock for e in self.evaluations if key in e.results]
-        changed = [lock for lock in locks if lock.add(key, opened.data, opened.files) or relock]
+        changed = [lock for lock in locks if lock.add(key, data, files) or relock]
         session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _stored(self, path: Path) -> TaskResult | None:
@@ -171,8 +162,8 @@ class Evaluator:
         result = None if self.session.config.recompute else read_result(path)
         return result if result is not None and read_outcomes(path, result.outcomes) is not None else None
 
-    def _open(self, entry: Entry) -> OpenedTask:
-        """Open and check a task; the processes share the hashing of its files."""
+    def _open(self, entry: Entry) -> tuple[TaskData, dict[str, str], Protocol]:
+        """A task's data, checked, and the digests of its files by name; the processes share the hashing."""
         session, config, key = self.session, self.session.config, entry.task.key
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
@@ -181,17 +172,16 @@ class Evaluator:
         files = dict(sorted(item for digest in digests for item in digest.items()))
         expected = entry.expected.get("sha256", {})
         check_digests(key, files, expected, folder=entry.folder)
-        protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
-        return OpenedTask(entry, data, files, protocol)
+        return data, files, session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
 
-    def _texts(self, index: int, opened: OpenedTask) -> Tensor:
+    def _texts(self, index: int, side: TextSide, *, reused: bool) -> Tensor:
         """Text features of a task, [distinct texts, d]; the processes share the work."""
-        session, side, model = self.session, opened.protocol.texts, self.evaluations[index].model
+        session, model = self.session, self.evaluations[index].model
         if (index, side.digest) in self._texts_of:
             return self._texts_of[index, side.digest]
         encode = partial(side.encode, model, compute=session.compute, micro_batch=session.config.micro_batch)
         features = torch.cat(session.share(encode, len(side.units)))
-        if opened.data.classnames:
+        if reused:
             self._texts_of[index, side.digest] = features
         return features
 
@@ -211,12 +201,20 @@ class Evaluator:
             path.replace(path.with_suffix(".json.stale"))
 
 
-def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inputs: Mapping[str, Any]) -> TaskResult:
+def _score(
+    task: Task,
+    data: TaskData,
+    protocol: Protocol,
+    *,
+    path: Path,
+    kept: Outcomes,
+    texts: Tensor,
+    inputs: Mapping[str, Any],
+) -> TaskResult:
     """Compute a result from what was kept of the images, and write it."""
-    task, protocol = opened.entry.task, opened.protocol
     outcomes = protocol.finish(kept, texts)
-    metrics, samples, official = protocol.metrics(outcomes), opened.data.samples, TASKS.get(task.key)
-    classes = (None, opened.data.counts.get("classes"))
+    metrics, official = protocol.metrics(outcomes), TASKS.get(task.key)
+    counts = (data.samples, data.counts.get("classes") if official and official.classes else None)
     result = TaskResult(
         task=task.key,
         name=task.name,
@@ -225,8 +223,8 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
         score=metrics[task.main_metric],
         metrics=metrics,
         chance=protocol.chance(),
-        samples=samples,
-        official=official is not None and samples == official.samples and official.classes in classes,
+        samples=data.samples,
+        official=official is not None and (official.samples, official.classes) == counts,
         inputs=inputs,
     )
     protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)

@@ -113,10 +113,7 @@ def image_pass(
 ) -> tuple[dict[int, Outcomes], dict[int, str]]:
     """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
 
-    Models and their text features are by number.
-
-    Raises:
-        TaskError: On every process, when an image cannot be read.
+    Models and their text features are by number. An image that cannot be read is a `TaskError` on every process.
     """
 
     def mine() -> list[Piece]:

@@ -258,11 +258,7 @@ def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
 
 
 def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
-    """One folder per checkpoint, none of which is made.
-
-    Raises:
-        UserError: Two would have the same.
-    """
+    """One folder per checkpoint, none of which is made; two must not have the same."""
     if output is None:
         folders = [default_folder(source) for source in sources]
     elif len(sources) == 1:
@@ -283,11 +279,7 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make folders for results.
-
-    Raises:
-        UserError: One cannot be made or written to.
-    """
+    """Make folders for results, or refuse those that cannot be made or written to."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -26,16 +26,7 @@ from pipeline.files import MOST_TEXT
 from pipeline.pictures.pixels import WHITE
 from tests.checkpoints import scored
 from tests.hub import Hub, use_hub
-from tests.own_tasks import (
-    CLASSES,
-    bodies,
-    labelled,
-    one_task,
-    opened,
-    write_class_folders,
-    write_csv,
-    write_parquet,
-)
+from tests.own_tasks import CLASSES, bodies, one_task, opened, write_class_folders, write_csv, write_parquet
 from tests.web import serve
 
 
@@ -253,9 +244,10 @@ def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path):
             (["file,kind", "0.jpg,mug", "1.jpg"], "row 2 .* has fewer cells than the header"),
         )
     ):
-        text = labelled(tmp_path / str(number), lines)
+        write_csv(tmp_path / str(number), "kind")
+        (tmp_path / str(number) / "items.csv").write_text("\n".join(lines) + "\n")
         with pytest.raises(TaskError, match=message):
-            opened(tmp_path / str(number), text)
+            opened(tmp_path / str(number), "mine: {csv: items.csv, images: pictures, image: file, label: kind}")
 
 
 def test_files_elsewhere_are_read_only_with_consent(tmp_path):

@@ -100,11 +100,9 @@ class Compute:
 
     def map(self, function: Callable[..., T], items: Iterable[tuple]) -> Iterator[T]:
         """`function(*item)` for every item, in order, several at a time, with a bounded number in flight."""
-        results = (
-            (function(*item) for item in items)
-            if self._pool is None
-            else thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
-        )
+        results: Iterable[T] = (function(*item) for item in items)
+        if self._pool is not None:
+            results = thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
         for result in results:
             self._on_result()
             yield result

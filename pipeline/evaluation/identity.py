@@ -156,11 +156,7 @@ class SuiteLock:
 
     @classmethod
     def read(cls, path: Path) -> SuiteLock:
-        """Read the lock from a file; it is empty if there is no file.
-
-        Raises:
-            UserError: The file is damaged.
-        """
+        """Read the lock from a file; it is empty if there is no file."""
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             return cls(path, tree["suites"], tree["tasks"])

@@ -187,13 +187,18 @@ def open_csv(
         raise TaskError(f"{path} is not a readable CSV ({error}).") from error
     if twice := [name for name in header if header.count(name) > 1]:
         raise TaskError(f"{path} has two columns {twice[0]!r}: which one counts? Rename one.")
+    place = header.index(column) if column in header else 0
     for number, row in enumerate(rows, 1):
         where = f"row {number} of {path}"
         if len(row) != len(header):
             more = "more" if len(row) > len(header) else "fewer"
             raise TaskError(f"{where} has {more} cells than the header: quote cells that contain commas.")
-        if images is not None and column in header:
-            _check_quotes(row, header.index(column), images, where=where)
+        for line in (line for cell in row for line in text_lines(cell)[1:]):  # perhaps a row, whose column has an image
+            cells = line.split(",")
+            named = [cells[k].strip(' "') for k in (place, place - len(row)) if -len(cells) <= k < len(cells)]
+            if images is not None and any(os.path.isfile(images / name) for name in named):
+                what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
+                raise TaskError(f"{where}: {what}. Close it, or double the quotes inside values.")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     columns = {name: [row[place] for row in rows] for place, name in enumerate(header)}
     return Table(
@@ -205,16 +210,6 @@ def open_csv(
         members=None if archives is None else _zip_members(archives),
         names=(path, 1),
     )
-
-
-def _check_quotes(row: Sequence[str], place: int, images: Path, *, where: str) -> None:
-    """Look for rows inside of a cell, whose lines then name images as the column number `place` does."""
-    for line in (line for cell in row for line in text_lines(cell)[1:]):
-        fields = line.split(",")
-        named = [fields[k] for k in (place, place - len(row)) if -len(fields) <= k < len(fields)]
-        if any(os.path.isfile(images / image.strip(' "')) for image in named):
-            what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
-            raise TaskError(f"{where}: {what}. Close it, or double the quotes inside values.")
 
 
 def _zip_members(archives: Sequence[Path]) -> Members:

@@ -9,21 +9,12 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from pipeline.evaluation.datasets.open_tables import find_table
 from pipeline.evaluation.datasets.tables import Table, as_list, as_text
 from pipeline.evaluation.datasets.task_data import Instance, StoredImages, TaskData, TaskError, plain
 
 WINOGAVIL = ("candidates", "cue", "associations")
 CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
-
-
-def open_rows(protocol: str, folder: Path) -> TaskData:
-    """Open a retrieval or association task of the benchmark from a folder."""
-    retrieval = protocol == "retrieval"
-    table = find_table(folder, csv_columns=() if retrieval else WINOGAVIL)
-    check_split(table, "test")
-    return retrieval_rows(table, folder) if retrieval else _association_rows(table, folder)
 
 
 def check_split(table: Table, split: str) -> None:
@@ -86,7 +77,7 @@ def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | Non
     return TaskData(folder, table.layout, images, files, columns=columns or (), captions=texts)
 
 
-def _association_rows(table: Table, folder: Path) -> TaskData:
+def association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
     cues = [as_text(v, where=table.row_name(row)) for row, v in enumerate(table.values(column_of(table, "cue")))]
     rows = list(zip(_lists(table, "candidates"), cues, _lists(table, "associations"), strict=True))

@@ -15,8 +15,9 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
+from pipeline.evaluation.datasets.open_tables import find_table
 from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks
-from pipeline.evaluation.datasets.rows import open_rows
+from pipeline.evaluation.datasets.rows import WINOGAVIL, association_rows, check_split, retrieval_rows
 from pipeline.evaluation.datasets.task_data import (
     COUNTS,
     FACTS_NAME,
@@ -197,7 +198,10 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         elif task.protocol == "classification":
             raise TaskError(f"{folder} has no supported layout for {task.key}: expected test/nshards.txt and tars.")
         else:
-            data = open_rows(task.protocol, folder)
+            retrieval = task.protocol == "retrieval"
+            table = find_table(folder, csv_columns=() if retrieval else WINOGAVIL)
+            check_split(table, "test")
+            data = (retrieval_rows if retrieval else association_rows)(table, folder)
         places = [folder if folder.is_dir() else folder.parent, *filter(None, [entry.images])]
         if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
             places += [cache / "downloads" for cache in data.files[0].absolute().parents[4:5]]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import Task
+from pipeline.evaluation.datasets.tables import as_text
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, StoredImages, TaskData, TaskError, plain, read_lines
 from pipeline.files import text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
@@ -177,10 +178,7 @@ def _label(sample: Sample) -> int:
 
 
 def _captions(sample: Sample) -> tuple[str, ...]:
-    try:
-        captions = tuple(text_lines(_member(sample, "txt").decode("utf-8")))
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{_where(sample)}: .txt is not UTF-8 ({error}).") from error
+    captions = tuple(text_lines(as_text(_member(sample, "txt"), where=_where(sample))))
     if not captions or not all(caption.strip() for caption in captions):
         raise TaskError(f"{_where(sample)}: .txt has no caption or a blank line.")
     return captions

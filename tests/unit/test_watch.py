@@ -127,7 +127,7 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path):
     (second / "test/1.tar").rename(second / "test/away")
     watcher, messages = make_watcher(tmp_path / "run", open_suite(root))
     assert watcher.step()
-    assert re.search(r"mnist: .*1\.tar are missing", messages[-1])
+    assert re.search(r"mnist: .*missing: 1\.tar", messages[-1])
     first = tmp_path / "run/evaluation/step-00000100/cifar10.json"
     inode = first.stat().st_ino
     (second / "test/away").rename(second / "test/1.tar")

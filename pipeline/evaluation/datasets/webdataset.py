@@ -101,9 +101,9 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     shards = () if missing else tuple(test / f"{number}.tar" for number in range(int(lines[0])))
     surplus = sorted(path.name for path in {*test.glob("[!.]*.tar")} - {*shards})
     if missing or surplus:
-        what = f"{', '.join(missing)} are missing" if missing else f"{', '.join(surplus[:5])} are there, too"
+        what = f"missing: {', '.join(missing)}" if missing else f"too many: {', '.join(surplus[:5])}"
         raise TaskError(
-            f"{test}: nshards.txt says {lines[0]} shards, but {what}. A score over partial or other data would not be "
+            f"{test}: nshards.txt says {lines[0]} shards, {what}. A score over partial or other data would not be "
             "this task's score: fetch shards and nshards.txt again, and remove what does not belong there."
         )
     return shards

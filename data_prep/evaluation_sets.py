@@ -149,7 +149,7 @@ def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: 
     Raises:
         UserError: There is no suite in the folder.
     """
-    suite, problems = open_suite(folder), {}
+    suite, problems = open_suite(folder, partial=True), {}
     path = suite.folder / FACTS_NAME
     tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     tasks: dict[str, Any] = dict(tree.get("tasks", {}))

@@ -146,7 +146,7 @@ def _evaluation_images(
     suite: str | Path, *, allow_outside: bool, on_unread: Callable[[str], None]
 ) -> Iterator[tuple[str, str, bytes]]:
     """Task, name and encoded bytes of every image of a suite."""
-    for entry in open_suite(suite).entries:
+    for entry in open_suite(suite, partial=True).entries:
         try:
             images = open_task(entry, allow_outside=allow_outside).images
             yield from ((entry.task.key, images.name(index), images.read(index)) for index in range(len(images)))

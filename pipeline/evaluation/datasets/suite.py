@@ -97,7 +97,9 @@ class Suite:
         return replace(self, entries=tuple(entry for entry in self.entries if entry.task.key in wanted))
 
 
-def open_suite(suite: str | Path, *, data: str | Path | None = None, tasks: Sequence[str] = ()) -> Suite:
+def open_suite(
+    suite: str | Path, *, data: str | Path | None = None, tasks: Sequence[str] = (), partial: bool = False
+) -> Suite:
     """Find a suite.
 
     Args:
@@ -105,10 +107,10 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None, tasks: Sequ
             whose 38 tasks must all be there with the official counts; or the name of a folder below `data`.
         data: Where named suites are; by default $NEUCLIP_EVALUATION_DATA.
         tasks: The keys of those that are evaluated; by default all.
+        partial: Also where the data of a task that a `tasks.yaml` describes is not there.
 
     Raises:
-        UserError: There is no such folder, it holds no task, its description is wrong, or the data of a task that a
-            `tasks.yaml` describes is not there.
+        UserError: There is no such folder, it holds no task, its description is wrong, or data is not there.
     """
     path, data = Path(suite), data or os.environ.get(DATA_VARIABLE)
     official = str(suite) == OFFICIAL
@@ -138,7 +140,8 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None, tasks: Sequ
     opened = opened.only(tasks) if tasks else opened
     described = [(entry.task.key, entry.folder) for entry in opened.entries if entry.own is not None and entry.folder]
     # What is on the hub is fetched when it is opened.
-    if missing := [f"{key}: {place}" for key, place in described if not place.exists() and place.parent.name != HUB]:
+    missing = [f"{key}: {place}" for key, place in described if not place.exists() and place.parent.name != HUB]
+    if missing and not partial:
         raise UserError(
             f"The data of {len(missing)} of {len(opened.entries)} tasks is not where their {TASKS_NAME} says "
             f"({'; '.join(missing[:5])}). Paths are relative to the YAML file. Nothing was evaluated."

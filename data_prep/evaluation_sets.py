@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
-from pipeline.evaluation.datasets.suite import FETCHED_NAME, Entry, open_suite, open_task
+from pipeline.evaluation.datasets.suite import FETCHED_NAME, Entry, open_suite, open_task, read_fetched
 from pipeline.evaluation.datasets.task_data import FACTS_NAME, check_digests, file_digests
 from pipeline.files import path_below, sha256_of, write_json
 
@@ -33,11 +33,6 @@ class HubSet:
     revision: str = "main"
     """The branch whose newest commit is fetched when no commit has been recorded yet."""
 
-    @property
-    def folder(self) -> str:
-        """The folder's name below the suite's."""
-        return official_folder(self.task.key)
-
 
 def _published(task: Task) -> HubSet:
     if task.protocol == "retrieval":
@@ -52,23 +47,13 @@ def _published(task: Task) -> HubSet:
 HUB_SETS: dict[str, HubSet] = {task.key: _published(task) for task in DATACOMP}
 
 
-@dataclass
-class FetchOutcome:
-    """Outcome of each set, by key."""
-
-    good: dict[str, int] = field(default_factory=dict)
-    """Number of samples."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """Error messages."""
-
-
 def fetch_evalsets(
     root: str | Path,
     keys: Iterable[str] = (),
     *,
     offline: bool = False,
     on_note: Callable[[str], None] = lambda note: None,
-) -> FetchOutcome:
+) -> tuple[dict[str, int], dict[str, str]]:
     """Bring evaluation sets into a folder and verify them; one bad set does not stop the others.
 
     Args:
@@ -77,52 +62,34 @@ def fetch_evalsets(
         offline: Only verify what was fetched before against `evalsets.json`, without network.
         on_note: Called with a line per set.
 
+    Returns:
+        The numbers of samples of verified sets, and what is wrong with the others, by key.
+
     Raises:
         UserError: A key is unknown, or `evalsets.json` is damaged.
     """
-    root, outcome, keys = Path(root), FetchOutcome(), list(keys) or list(HUB_SETS)
-    lock = read_lock(root)
+    root, keys, samples, problems = Path(root), list(keys) or list(HUB_SETS), dict[str, int](), dict[str, str]()
+    recorded = read_fetched(root)
     if unknown := [key for key in keys if key not in HUB_SETS]:
         raise UserError(f"There is no evaluation set {unknown[0]!r}. {suggest(unknown[0], tuple(HUB_SETS))}")
     for key in keys:
         chosen = HUB_SETS[key]
-        folder, expected = root / chosen.folder, {"samples": chosen.task.samples, "classes": chosen.task.classes}
+        folder, expected = root / official_folder(key), {"samples": chosen.task.samples, "classes": chosen.task.classes}
         try:
-            if offline:
-                _check(folder, lock.get(key))
-            else:
-                entry = _fetch(chosen, folder, lock.get(key))
+            entry = _check(folder, recorded.get(key)) if offline else _fetch(chosen, folder, recorded.get(key))
             # Counted by the evaluation's own reader.
-            outcome.good[key] = samples = open_task(Entry(chosen.task, folder, expected)).samples
+            count = open_task(Entry(chosen.task, folder, expected)).samples
             if not offline:  # read again: another process may have fetched other sets in the meantime
-                write_json(root / FETCHED_NAME, {**read_lock(root), key: {**entry, "samples": samples}})
+                write_json(root / FETCHED_NAME, {**read_fetched(root), key: {**entry, "samples": count}})
+            samples[key] = count
         except (UserError, OSError, ValueError) as error:
-            outcome.problems[key] = str(error)
-        on_note(f"{key}: {outcome.problems.get(key) or 'verified'}")
-    return outcome
+            problems[key] = str(error)
+        on_note(f"{key}: {problems.get(key) or 'verified'}")
+    return samples, problems
 
 
-def read_lock(root: Path) -> dict[str, dict[str, Any]]:
-    """What was fetched into a folder before.
-
-    Raises:
-        UserError: The record is damaged.
-    """
-    path = root / FETCHED_NAME
-    try:
-        lock = dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-        if not all(isinstance(facts["files"], dict) and {"repo", "commit"} <= set(facts) for facts in lock.values()):
-            raise ValueError("it is not a record of fetched sets")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}). Move it away and run `neuclip evalsets {root}` again: files that agree with "
-            "the source are not fetched again, but sets that were updated since come in their newest state."
-        ) from error
-    return lock
-
-
-def _check(folder: Path, known: dict[str, Any] | None) -> None:
-    """Compare a set with what was recorded when it was fetched."""
+def _check(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Compare a set with what was recorded when it was fetched, and return that."""
     if known is None:
         raise UserError("was never fetched")
 
@@ -132,6 +99,7 @@ def _check(folder: Path, known: dict[str, Any] | None) -> None:
 
     if wrong := [name for name, facts in known["files"].items() if differs(name, facts)]:
         raise UserError(f"{', '.join(wrong[:3])} differ from what was fetched")
+    return known
 
 
 def _fetch(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[str, Any]:
@@ -167,7 +135,7 @@ def _fetch(chosen: HubSet, target: Path, known: dict[str, Any] | None) -> dict[s
     paths = {path.relative_to(target).as_posix(): path for path in sorted(target.rglob("*")) if path.is_file()}
     names = [name for name in paths if belongs(name) and name not in verified.extra_paths and not name.startswith(".")]
     if not names:
-        raise UserError(f"{chosen.folder} has none of the files {', '.join(chosen.patterns)}.")
+        raise UserError(f"{target.name} has none of the files {', '.join(chosen.patterns)}.")
     files = {name: {"bytes": paths[name].stat().st_size, "sha256": sha256_of(paths[name])} for name in names}
     return {"repo": chosen.repo, "commit": commit, "files": files}
 
@@ -181,7 +149,7 @@ def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: 
     Raises:
         UserError: There is no suite in the folder.
     """
-    suite, problems = open_suite(folder), {}
+    suite, problems = open_suite(folder, partial=True), {}
     path = suite.folder / FACTS_NAME
     tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     tasks: dict[str, Any] = dict(tree.get("tasks", {}))
@@ -189,8 +157,8 @@ def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: 
         key = entry.task.key
         try:
             data = open_task(entry)
-            files, expected = file_digests(data.files, data.folder), entry.expected.get("sha256", {})
-            check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
+            files = file_digests(data.files, data.folder)
+            check_digests(key, files, entry.expected.get("sha256", {}), folder=entry.folder)
             tasks[key] = {**tasks.get(key, {}), **data.counts, "sha256": dict(sorted(files.items()))}
         except UserError as error:
             problems[key] = str(error)

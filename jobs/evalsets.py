@@ -34,12 +34,11 @@ def command(folder: str, only: tuple[str, ...], check: bool, lock: bool) -> int:
         if problems:
             click.echo(f"{Path(folder, 'suite.json')}: {len(problems)} tasks could not be recorded.")
         return EXIT_PROBLEMS if problems else 0
-    outcome = fetch_evalsets(folder, only, offline=check, on_note=click.echo)
-    total = sum(outcome.good.values())
-    click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
-    for key, problem in outcome.problems.items():
+    samples, problems = fetch_evalsets(folder, only, offline=check, on_note=click.echo)
+    click.echo(f"{len(samples)} sets verified, {sum(samples.values()):,} samples; {len(problems)} not usable.")
+    for key, problem in problems.items():
         click.echo(f"  {key}: {problem}")
-    return EXIT_PROBLEMS if outcome.problems else 0
+    return EXIT_PROBLEMS if problems else 0
 
 
 if __name__ == "__main__":

@@ -57,14 +57,13 @@ def command(
     from pipeline.report import update_scores
 
     config = parse(EvaluationConfig, parse_overrides(settings))
-    opened = open_suite(suite, data=data)
-    if tasks:
-        opened = opened.only(tasks)
-    opened.check_places()
+    opened = open_suite(suite, data=data, tasks=tasks)
     with start_processes(device) as processes:
         say = click.echo if processes[0].rank == 0 else (lambda text: None)
-        for line in _heading(checkpoints):
-            say(line)
+        if len(checkpoints) > 1:  # lines that number the checkpoints and the columns
+            numbers = [f"[{number}]" for number in range(1, len(checkpoints) + 1)]
+            say("\n".join(f"{number} {checkpoint}" for number, checkpoint in zip(numbers, checkpoints, strict=True)))
+            say(" " * KEY_WIDTH + "".join(f"{number:>8}" for number in numbers))
         evaluations = evaluate(
             checkpoints,
             suite=opened,
@@ -101,14 +100,6 @@ def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
         whose = "" if len(numbers) == len(evaluations) else "".join(f"[{number}] " for number in numbers)
         lines.append(f"    {whose}{reason}")
     return lines
-
-
-def _heading(sources: Sequence[str]) -> list[str]:
-    """Lines that number the checkpoints and the columns; none for a single checkpoint."""
-    if len(sources) == 1:
-        return []
-    columns = "".join(f"{f'[{number}]':>8}" for number in range(1, len(sources) + 1))
-    return [*(f"[{number}] {source}" for number, source in enumerate(sources, 1)), " " * KEY_WIDTH + columns]
 
 
 def _report(evaluation: Evaluation) -> list[str]:

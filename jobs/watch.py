@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -41,13 +39,13 @@ def command(
     tree = parse_overrides(settings)
     evaluation = parse(EvaluationConfig, tree.pop("evaluation", {}), prefix="evaluation")
     config = parse(WatchConfig, tree, extra_keys=("evaluation.workers", "evaluation.batch_size"))
-    runs = _runs([argument for argument in arguments if argument not in settings])
-    opened = open_suite(suite, data=data)
-    if tasks:
-        opened = opened.only(tasks)
-    opened.check_places()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: the attempt does not count
+    runs = [Path(argument) for argument in arguments if argument not in settings]
+    if not runs or not all(map(Path.is_dir, runs)):
+        missing = ", ".join(str(run) for run in runs if not run.is_dir())
+        raise UserError(f"There is no run folder {missing!r}: give the folder of a training run.")
+    opened = open_suite(suite, data=data, tasks=tasks)
+    # Schedulers send it before SIGKILL: the attempt does not count.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with start_processes(device) as processes:
         watcher = Watcher(
             runs,
@@ -58,19 +56,7 @@ def command(
             say=lambda text: click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"),
             on_scored=update_scores,
         )
-        complete = watcher.run(stop, once=once)
-    return 0 if complete else 1
-
-
-def _runs(arguments: list[str]) -> list[Path]:
-    missing = [path for path in arguments if not Path(path).is_dir()]
-    if missing or not arguments:
-        raise UserError(f"There is no run folder {missing[0] if missing else ''!r}: give the folder of a training run.")
-    return [Path(path) for path in arguments]
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+        return 0 if watcher.run(once=once) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.shards import write_members
+from tests.shards import starts, write_members
 
 FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
 COCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
@@ -36,23 +36,15 @@ TEMPLATES = "zeroshot_classification_templates.txt"
 PARTS = ("data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet")
 
 
-def header_of(path: Path, number: int) -> int:
-    with tarfile.open(path) as tar:
-        return tar.getmembers()[number].offset
+def members(tar: Path) -> dict[str, bytes]:
+    with tarfile.open(tar) as opened:
+        return {member.name: opened.extractfile(member).read() for member in opened.getmembers()}
 
 
-def zero(path: Path, start: int, size: int) -> None:
-    body = bytearray(path.read_bytes())
-    body[start : start + size] = bytes(len(body[start : start + size]))
-    path.write_bytes(bytes(body))
-
-
-def rewrite_tar(path: Path, change: Callable[[str, bytes], bytes | None], *, date: int = 0) -> None:
-    """Rewrite a tar with changed members; a member is dropped if `change` returns None."""
-    with tarfile.open(path) as tar:
-        members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]
-    changed = ((name, change(name, body)) for name, body in members)
-    write_members(path, ((name, body) for name, body in changed if body is not None), date=date)
+def edit_tar(folder: Path, changes: Mapping[str, bytes | None]) -> None:
+    """Change members of the first tar; those that are None are dropped."""
+    changed = {**members(folder / "test/0.tar"), **changes}
+    write_members(folder / "test/0.tar", ((name, body) for name, body in changed.items() if body is not None))
 
 
 def join_tars(folder: Path) -> None:
@@ -62,9 +54,27 @@ def join_tars(folder: Path) -> None:
     (folder / "test/nshards.txt").write_text("1\n")
 
 
-def copy_with_new_date(folder: Path) -> None:
-    shutil.copy(folder / "test/0.tar", folder / "test/1.tar")
-    rewrite_tar(folder / "test/1.tar", lambda name, body: body, date=1_700_000_000)
+def swap_two_images(folder: Path) -> None:
+    """Swap two images: every image is valid, but two have wrong labels."""
+    bodies = members(folder / "test/0.tar")
+    first, second = (name for name in bodies if name.startswith(("s0000001.", "s0000005.")) and name[-4:] != ".cls")
+    edit_tar(folder, {first: bodies[second], second: bodies[first]})
+
+
+def edit_groups(folder: Path, value: float) -> None:
+    """Give a sample a group that is none."""
+    row = np.load(io.BytesIO(members(folder / "test/0.tar")["s0000003.npy"])).astype(np.float64)
+    row[0] = value
+    np.save(buffer := io.BytesIO(), row)
+    edit_tar(folder, {"s0000003.npy": buffer.getvalue()})
+
+
+def add_links(folder: Path) -> None:
+    with tarfile.open(folder / "test/0.tar", "a") as tar:
+        for suffix in ("cls", "jpg"):  # a whole sample of links would be invisible
+            link = tarfile.TarInfo(f"s0000099.{suffix}")
+            link.type, link.linkname = tarfile.LNKTYPE, f"s0000001.{suffix}"
+            tar.addfile(link)
 
 
 def edit_csv(folder: Path, edit: Callable[[list[dict[str, str]]], object]) -> None:
@@ -93,51 +103,10 @@ def without_image(folder: Path) -> None:
             archive.writestr(name, body)
 
 
-def edit_caption(folder: Path, caption: list[str]) -> None:
-    edit_rows(folder, lambda rows: rows[3].update(caption=caption))
-
-
-def one_part_only(folder: Path) -> None:
-    (folder / "data/test-00001-of-00002.parquet").unlink()
-    (folder / "data/test-00000-of-00002.parquet").rename(folder / "data/test-00000-of-00001.parquet")
-
-
-def swap_two_images(folder: Path) -> None:
-    """Swap two images: every image is valid, but two have wrong labels."""
-    bodies: dict[str, bytes] = {}
-    rewrite_tar(folder / "test/0.tar", lambda name, body: bodies.setdefault(name, body))
-    images = [name for name in bodies if not name.endswith(".cls")]
-    swapped = {images[1]: bodies[images[5]], images[5]: bodies[images[1]]}
-    rewrite_tar(folder / "test/0.tar", lambda name, body: swapped.get(name, body))
-
-
-def damage_npy(folder: Path) -> None:
-    path = folder / "test/1.tar"
-    with tarfile.open(path) as tar:
-        member = next(m for m in tar.getmembers() if m.name.endswith(".npy"))
-    zero(path, member.offset_data, 8)
-
-
-def edit_groups(folder: Path, value: float) -> None:
-    """Give a sample a group that is none."""
-
-    def change(name: str, body: bytes) -> bytes:
-        if name != "s0000003.npy":
-            return body
-        row = np.load(io.BytesIO(body)).astype(np.float64)
-        row[0] = value
-        buffer = io.BytesIO()
-        np.save(buffer, row)
-        return buffer.getvalue()
-
-    rewrite_tar(folder / "test/0.tar", change)
-
-
 def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
-    path = folder / "data/test-00001-of-00002.parquet"
-    rows = pq.read_table(path).to_pylist()
+    rows = pq.read_table(folder / PARTS[1]).to_pylist()
     edit(rows)
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    pq.write_table(pa.Table.from_pylist(rows), folder / PARTS[1])
 
 
 def say_split(folder: Path) -> None:
@@ -146,29 +115,8 @@ def say_split(folder: Path) -> None:
         pq.write_table(table.append_column("split", pa.array(["test"] * (len(table) - 1) + ["train"])), path)
 
 
-def second_folder(folder: Path) -> None:
-    shutil.copytree(folder, folder.parent / "more" / "imagenetv2")
-
-
-def drop_member(folder: Path, name: Callable[[str], bool]) -> None:
-    rewrite_tar(folder / "test/0.tar", lambda member, body: None if name(member) else body)
-
-
-def set_member(folder: Path, name: str, body: bytes) -> None:
-    rewrite_tar(folder / "test/0.tar", lambda member, old: body if member == name else old)
-
-
-def add_links(folder: Path) -> None:
-    with tarfile.open(folder / "test/0.tar", "a") as tar:
-        for suffix in ("cls", "jpg"):  # a whole sample of links would be invisible
-            link = tarfile.TarInfo(f"s0000099.{suffix}")
-            link.type, link.linkname = tarfile.LNKTYPE, f"s0000001.{suffix}"
-            tar.addfile(link)
-
-
 def cut_file(name: str, size: int, folder: Path) -> None:
-    path = folder / name
-    path.write_bytes(path.read_bytes()[:size])
+    os.truncate(folder / name, size)
 
 
 def write(name: str, text: str, folder: Path) -> None:
@@ -180,63 +128,50 @@ def renamed(folder: Path, *names: str) -> None:
         (folder / old).rename(folder / "data" / new)
 
 
-def is_image(name: str) -> bool:
-    return name.startswith("s0000000.") and not name.endswith((".cls", ".npy"))
-
-
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, join_tars, "two archives were joined"),
     (V2, partial(cut_file, "test/1.tar", 1_300), "1.tar .* cut short"),
-    (V2, lambda f: cut_file("test/1.tar", header_of(f / "test/1.tar", 4), f), "1.tar .*no end-of-archive mark"),
-    (V2, partial(cut_file, "test/0.tar", 0), r"^The shard \S+/0\.tar is damaged or cut short"),
-    (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards"),
-    (V2, lambda f: (f / "test/2.tar").symlink_to("gone.tar"), "nshards.txt says 2 shards"),
+    (V2, lambda f: cut_file("test/1.tar", starts(f / "test/1.tar")[4], f), "1.tar .*no end-of-archive mark"),
+    (V2, lambda f: shutil.copy(f / "test/0.tar", f / "test/2.tar"), "nshards.txt says 2 shards, too many: 2.tar"),
+    (V2, lambda f: (f / "test/2.tar").symlink_to("gone.tar"), "nshards.txt says 2 shards, too many: 2.tar"),
     (V2, lambda f: (f / "test/1.tar").write_bytes(bytes(10_240)), "holds no samples at all"),
-    (V2, copy_with_new_date, "it is a copy"),
+    (V2, lambda f: write_members(f / "test/1.tar", members(f / "test/0.tar").items(), date=1_700_000_000), "is a copy"),
     (V2, lambda f: (f / "test/1.tar").open("ab").write(bytes(1 << 20)), "was its download not finished"),
-    (V2, lambda f: (f / "test/1.tar").unlink(), r"of the 2 shards .* are missing \(1.tar\)"),
+    (V2, lambda f: (f / "test/1.tar").unlink(), "nshards.txt says 2 shards, missing: 1.tar"),
     (V2, lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
     (V2, partial(write, "test/nshards.txt", "9" * 5_000), "must hold the number of shards"),
     (V2, lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
-    (
-        V2,
-        lambda f: (f / "classnames.txt").write_text("one\n", encoding="utf-16"),
-        "classnames.txt is not UTF-8, .*iconv",
-    ),
+    (V2, lambda f: (f / "classnames.txt").write_text("one\n", "utf-16"), "classnames.txt .* is not UTF-8, .*iconv"),
     (V2, partial(write, "classnames.txt", "one\ntwo\n"), "labels run from 0 to 4, but there are 2 class names"),
     (V2, partial(write, TEMPLATES, "a photo\n"), "needs the place of"),
-    (V2, lambda f: set_member(f, "s0000001.cls", b"cat"), "holds b'cat', not a class number"),
-    (V2, lambda f: drop_member(f, is_image), "s0000000 in .*0.tar has no image"),
-    (V2, lambda f: drop_member(f, lambda name: name == "s0000000.cls"), "s0000000 in .*0.tar has no .cls"),
-    (FMOW, lambda f: drop_member(f, lambda name: name == "s0000000.npy"), "s0000000 in .*0.tar has no .npy"),
-    (
-        V2,
-        lambda f: write_members(f / "test/0.tar", [(name, b"") for name in ("a.cls", "b.cls", "a.png")]),
-        "sample a twice",
-    ),
-    (V2, lambda f: write_members(f / "test/0.tar", [("a.cls", b"1"), ("a.CLS", b"1")]), "two equal members"),
+    (V2, lambda f: edit_tar(f, {"s0000001.cls": b"cat"}), "holds b'cat', not a class number"),
+    (V2, lambda f: edit_tar(f, {"s0000000.webp": None}), "s0000000 in .*0.tar has no image"),
+    (V2, lambda f: edit_tar(f, {"s0000000.cls": None}), "s0000000 in .*0.tar has no .cls"),
+    (V2, lambda f: edit_tar(f, {"s0000000.png": b""}), "it holds sample s0000000 twice"),
+    (FMOW, lambda f: edit_tar(f, {"s0000000.npy": None}), "s0000000 in .*0.tar has no .npy"),
+    (V2, lambda f: write_members(f / "test/0.tar", [("a.cls", b"1"), ("a.CLS", b"1")]), "duplicate file name"),
     (V2, lambda f: write_members(f / "test/0.tar", [("a", b"1")]), "a is of no sample, its name has no suffix"),
     (V2, add_links, "s0000099.cls is a link or a sparse file"),
-    (FMOW, damage_npy, ".npy is damaged"),
+    (FMOW, lambda f: edit_tar(f, {"s0000003.npy": bytes(99)}), ".npy is damaged"),
     *((FMOW, partial(edit_groups, value=v), "must be whole and not negative") for v in (np.nan, -1)),
-    (FLICKR, lambda f: (f / PARTS[1]).unlink(), "1 of 2 parts"),
+    (FLICKR, lambda f: (f / PARTS[1]).unlink(), "say 2 parts, without number 1"),
     (FLICKR, lambda f: shutil.copy(f / PARTS[0], f / PARTS[1]), "would count twice"),
     (FLICKR, lambda f: ((f / PARTS[1]).unlink(), os.mkfifo(f / PARTS[1])), "parquet is no file: reading a pipe"),
     (FLICKR, partial(cut_file, PARTS[1], 200), "not a complete parquet file"),
-    (FLICKR, lambda f: renamed(f, "test-00001-of-00003.parquet"), "of different versions"),
-    (FLICKR, lambda f: renamed(f, "0000.parquet", "0002.parquet"), r"1 of 3 parts .* are missing \(number 1\)"),
-    (FLICKR, lambda f: edit_caption(f, ["a", " ", "c"]), "has an empty caption"),
+    (FLICKR, lambda f: renamed(f, "test-00001-of-00003.parquet"), "say 2 and 3 parts"),
+    (FLICKR, lambda f: renamed(f, "0000.parquet", "0002.parquet"), "say 3 parts, without number 1"),
+    (FLICKR, lambda f: edit_rows(f, lambda rows: rows[3].update(caption=["a", " ", "c"])), "has an empty caption"),
     (FLICKR, lambda f: edit_rows(f, lambda rows: rows.append(rows[2])), "would count twice"),
     (FLICKR, say_split, "is of the split 'train', and 'test' is scored"),
-    (COCO, lambda f: set_member(f, "s0000002.txt", b"one\n\nlast"), "no caption or a blank line"),
+    (COCO, lambda f: edit_tar(f, {"s0000002.txt": b"one\n\nlast"}), "no caption or a blank line"),
     *(
         (WINOGAVIL, partial(edit_csv, edit=edit), message)
         for edit, message in (
-            (lambda rows: drop_candidate(rows[2], associated=True), "is not among its"),
-            (lambda rows: drop_candidate(rows[2], associated=False), "has 9 candidates, but .* have 5, 6, 10, 12"),
+            (lambda rows: drop_candidate(rows[2], associated=True), "9 different candidates and 4 assoc"),
+            (lambda rows: drop_candidate(rows[2], associated=False), "9 different candidates .*has 5, 6, 10, 12"),
             (lambda rows: [row.update(num_candidates="10") for row in rows], "row 1 .* num_candidates says 10"),
             (lambda rows: rows.append(rows[2]), "are the same, which would count"),
-            (lambda rows: rows[2].update(associations='["unheard of"]'), "is not among its 10 candidates"),
+            (lambda rows: rows[2].update(associations='["unheard of"]'), "1 associations, 0 of them among its"),
             (lambda rows: rows[1].update(candidates='["thing1", "thi'), "row 2 of"),
         )
     ),
@@ -245,8 +180,8 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (WINOGAVIL, partial(write, "test.csv", "name,text\nx,y\n"), "exactly one CSV with the columns candidates, cue"),
 ]
 LOCKED: list[tuple[str, Callable[[Path], object], str]] = [
-    (FLICKR, one_part_only, "files are missing"),
-    (V2, swap_two_images, "another SHA-256 than when they were"),
+    (FLICKR, lambda f: ((f / PARTS[1]).unlink(), renamed(f, "test-00000-of-00001.parquet")), "3 files .* are new, mi"),
+    (V2, swap_two_images, r"1 files \(test/0.tar\) are new, .* than when it was first evaluated"),
     (V2, shutil.rmtree, "its data is no longer there"),
-    (V2, second_folder, "imagenetv2 has 2 folders"),
+    (V2, lambda f: shutil.copytree(f, f.parent / "more" / "imagenetv2"), "imagenetv2 has 2 folders"),
 ]

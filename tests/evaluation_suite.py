@@ -127,21 +127,18 @@ def association_rows(*, seed: int = 0) -> list[dict[str, Any]]:
 def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
     rows, folder = association_rows(seed=seed), root / "winogavil"
     if layout == "csv+zip":
-        lists = ("candidates", "associations")
-        _write_csv(folder, [{"cue": r["cue"], **{c: json.dumps(r[c]) for c in lists}} for r in rows])
-        _write_zip(
-            folder,
-            {
-                f"{name}.{suffix}": body
-                for r in rows
-                for name, (suffix, body) in zip(r["candidates"], r["candidate_images"], strict=True)
-            },
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "test.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("cue", "candidates", "associations"))
+            writer.writerows([r["cue"], json.dumps(r["candidates"]), json.dumps(r["associations"])] for r in rows)
+        images = {name: image for r in rows for name, image in zip(r["candidates"], r["candidate_images"], strict=True)}
+        with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+            for name, (suffix, body) in images.items():
+                archive.writestr(f"images/{name}.{suffix}", body)
     else:
-        stored = [
-            {**r, "candidate_images": [{"bytes": body, "path": None} for _, body in r["candidate_images"]]}
-            for r in rows
-        ]
+        bodies = [[{"bytes": body, "path": None} for _, body in r["candidate_images"]] for r in rows]
+        stored = [{**r, "candidate_images": some} for r, some in zip(rows, bodies, strict=True)]
         _write_table(folder, stored, layout, images="candidate_images")
     return folder
 
@@ -177,20 +174,6 @@ def write_cache(root: Path, *, samples: int = 9, embedded: bool = False, digest:
     return version
 
 
-def _write_csv(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "test.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _write_zip(folder: Path, images: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
-        for name, body in images.items():
-            archive.writestr(f"images/{name}", body)
-
-
 def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, images: str) -> None:
     import datasets
     import pyarrow as pa
@@ -211,9 +194,6 @@ def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, image
     datasets.Dataset.from_dict(columns, features=datasets.Features(chosen)).save_to_disk(str(folder))
 
 
-LAYOUTS = {"flickr": "save_to_disk", "mscoco": "parquet", "winogavil": "csv+zip"}
-
-
 def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Path:
     """Write the classification tasks `keys` with 37 samples, which fill no batch evenly, and Flickr and WinoGAViL."""
     for key in keys:
@@ -229,7 +209,7 @@ def write_suite(root: Path, *, seed: int = 0) -> Path:
         if task.protocol == "classification":
             write_classification(root, task, seed=seed)
         elif task.protocol == "retrieval":
-            write_retrieval(root, task, layout=LAYOUTS["flickr" if "flickr" in task.key else "mscoco"], seed=seed)
+            write_retrieval(root, task, layout="save_to_disk" if "flickr" in task.key else "parquet", seed=seed)
         else:
-            write_association(root, layout=LAYOUTS["winogavil"], seed=seed)
+            write_association(root, layout="csv+zip", seed=seed)
     return root

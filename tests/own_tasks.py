@@ -47,12 +47,6 @@ def opened(root: Path, text: str) -> TaskData:
     return open_task(one_task(root, text))
 
 
-def labelled(root: Path, lines: list[str]) -> str:
-    write_csv(root, "kind")
-    (root / "items.csv").write_text("\n".join(lines) + "\n")
-    return "mine: {csv: items.csv, images: pictures, image: file, label: kind}"
-
-
 def write_parquet(path: Path, **columns: list[Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

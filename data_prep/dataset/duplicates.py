@@ -110,7 +110,7 @@ def find_overlap(
     """
     names, equal = list[str](), dict[bytes, str]()
     theirs: list[tuple[int, bytes]] = []
-    for entry in open_suite(suite).entries:
+    for entry in open_suite(suite, partial=True).entries:
         try:
             images = open_task(entry, allow_outside=allow_outside).images
             for index in range(len(images)):

@@ -86,7 +86,10 @@ class Compute:
             self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
             torch.set_num_threads(1)
         else:
-            self._restore.enter_context(_exact_cuda(self.device))
+            for name, value in (("benchmark", False), ("deterministic", True)):
+                self._restore.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+                setattr(torch.backends.cudnn, name, value)
+            self._restore.enter_context(true_fp32(self.device))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -97,11 +100,9 @@ class Compute:
 
     def map(self, function: Callable[..., T], items: Iterable[tuple]) -> Iterator[T]:
         """`function(*item)` for every item, in order, several at a time, with a bounded number in flight."""
-        results = (
-            (function(*item) for item in items)
-            if self._pool is None
-            else thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
-        )
+        results: Iterable[T] = (function(*item) for item in items)
+        if self._pool is not None:
+            results = thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
         for result in results:
             self._on_result()
             yield result
@@ -121,11 +122,7 @@ class Compute:
 
 
 def check_bf16(device: torch.device) -> None:
-    """Check that the device computes bf16 in hardware.
-
-    Raises:
-        UserError: It would emulate bf16 in software, many times slower than fp32.
-    """
+    """Refuse a device that would emulate bf16 in software, many times slower than fp32."""
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -158,18 +155,6 @@ def kernel_fingerprint() -> str:
         return digest.hexdigest()[:12]
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _exact_cuda(device: torch.device) -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    before = (cudnn.benchmark, cudnn.deterministic)
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        with true_fp32(device):
-            yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 class TextSide:
@@ -233,11 +218,7 @@ def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compu
 
 
 def check_finite(features: Tensor, *, what: Callable[[int], str]) -> None:
-    """Check that features are finite; others have no score.
-
-    Raises:
-        TaskError: A row holds a NaN or an infinity; the message names the first one.
-    """
+    """Refuse features with a NaN or an infinity, which have no score; `what` names a row in the message."""
     broken = (~torch.isfinite(features).all(dim=1)).nonzero()
     if len(broken):
         raise TaskError(

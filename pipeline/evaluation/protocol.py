@@ -98,18 +98,13 @@ def group_metrics(task: Task, outcomes: Mapping[str, np.ndarray]) -> dict[str, f
         groups, index = np.unique(outcomes[f"field:{name}"], return_inverse=True)
         counts = np.bincount(index)
         means = np.bincount(index, weights=right) / counts
-        values[_worst_name(task, name, prefix)] = float(means.min())
+        # FMoW has two kinds of groups and names them, the others have one.
+        worst = f"{prefix}_worst_{name}" if task.group else f"{prefix}_wg"
+        values[task.main_metric if name == task.group else worst] = float(means.min())
         for group, mean, count in zip(groups, means, counts, strict=True):
             values[f"{prefix}_{name}:{group}"] = float(mean)
             values[f"count_{name}:{group}"] = float(count)
     return values
-
-
-def _worst_name(task: Task, group: str, prefix: str) -> str:
-    """The official name of a worst group's metric: FMoW has two kinds of groups and names them, the others have one."""
-    if group == task.group:
-        return task.main_metric
-    return f"{prefix}_worst_{group}" if task.group else f"{prefix}_wg"
 
 
 def _counts(target: np.ndarray, prediction: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,10 +20,9 @@ import json
 import os
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,9 @@ from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.evaluator import load_checkpoint
 from pipeline.evaluation.run.results import SUMMARY_NAME, default_folder
 from pipeline.evaluation.run.session import EvaluationConfig, attempt
-from pipeline.files import NO_LOCKS, file_lock, lock_holder, read_tree, sha256_of, write_json
+from pipeline.files import NO_LOCKS, file_lock, lock_holder, read_tree, write_json
 from pipeline.model.model_folder import WEIGHTS_NAME, stated_files
-from pipeline.run_files import META_NAME, MODEL_CONFIG_NAME, PREFIX, finished_checkpoints, is_name, step_of
+from pipeline.run_files import MODEL_CONFIG_NAME, PREFIX, finished_checkpoints, is_name, step_of
 
 LEDGER_FOLDER = "evaluation-ledger"
 LOCK_NAME, ATTEMPT_NAME = "lock", "attempt.json"
@@ -88,20 +87,13 @@ class Turn:
     def attempts(self) -> int:
         """How many attempts at these weights failed or did not end."""
         last = self.last
-        count = last.get("attempts")
         others = last.get("weights") != self.weights or last.get("how") == DONE
-        return count if isinstance(count, int) and not others else 0
+        return 0 if others or not isinstance(count := last.get("attempts"), int) else count
 
     @property
     def is_abandoned(self) -> bool:
         """Whether `ATTEMPTS` at these weights are over and none gave a result."""
-        return self.attempts >= ATTEMPTS and not lock_holder(self.folder / LOCK_NAME)
-
-    def _failed_just_now(self) -> bool:
-        with suppress(OSError):
-            seconds = time.time() - (self.folder / ATTEMPT_NAME).stat().st_mtime  # negative if a clock was set back
-            return self.last.get("how") == FAILED and self.attempts > 0 and abs(seconds) < RETRY_SECONDS
-        return False
+        return bool(self.weights) and self.attempts >= ATTEMPTS and not lock_holder(self.folder / LOCK_NAME)
 
     def claim(self, *, again: bool = False) -> bool:
         """Begin an attempt. Returns False when another watcher has the checkpoint, or it is abandoned or done, or it
@@ -110,6 +102,7 @@ class Turn:
         Args:
             again: Also if it is done.
         """
+        path = self.folder / ATTEMPT_NAME
         with ExitStack() as held:
             try:
                 held.enter_context(file_lock(self.folder / LOCK_NAME, seconds=0))
@@ -118,13 +111,16 @@ class Turn:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-            attempts = self.attempts
-            if attempts >= ATTEMPTS or (self.last.get("how") == DONE and not again) or self._failed_just_now():
+            how, attempts = self.last.get("how"), self.attempts
+            if attempts >= ATTEMPTS or (how == DONE and not again):
+                return False
+            # The difference is negative if a clock was set back.
+            if how == FAILED and attempts and abs(time.time() - path.stat().st_mtime) < RETRY_SECONDS:
                 return False
             process = {"host": socket.gethostname(), "pid": os.getpid()}
             at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             self.record = {"how": STARTED, "attempts": attempts + 1, "weights": self.weights, **process, "at": at}
-            write_json(self.folder / ATTEMPT_NAME, self.record, durable=True)
+            write_json(path, self.record, durable=True)
             self.held = held.pop_all()
             return True
 
@@ -134,6 +130,20 @@ class Turn:
         with self.held:
             write_json(self.folder / ATTEMPT_NAME, {**self.record, "attempts": attempts, "how": how, **facts})
         return attempts
+
+
+def weights_of(checkpoint: Path) -> str:
+    """A digest of what is stated of a checkpoint's model files, else of their dates; empty while one is incomplete."""
+    try:
+        stated, digests = stated_files(checkpoint), dict[str, object]()
+        for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+            facts, now = stated.get(name, {}), file_facts(checkpoint / name)
+            if facts.get("bytes", now[0]) != now[0]:
+                return ""
+            digests[name] = facts.get("sha256") or now
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 class Watcher:
@@ -165,49 +175,43 @@ class Watcher:
         self._mentioned: set[Path] = set()
         self._claimed: dict[Path, Turn] = {}
         """The checkpoints that are being evaluated; on the first process only."""
-        self._digests: dict[Path, tuple[object, str]] = {}
-        """Sizes and dates of a checkpoint's files, and their digest."""
         known = runs[0] / LEDGER_FOLDER / "digests.json"
         mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
 
-    def run(self, stop: threading.Event, *, once: bool = False) -> bool:
-        """Work until `stop` is set; with `once`, until no checkpoint is left that this watcher can evaluate now.
+    def run(self, *, once: bool = False) -> bool:
+        """Work until interrupted; with `once`, until no checkpoint is left that this watcher can evaluate now.
 
         Returns whether every checkpoint has its scores.
         """
-        count, waiting = sum(bool(turn.weights) for turn in self.turns()), len(self._waiting())
-        self._log(f"{count:,} checkpoints on {self.suite.name}, {count - waiting:,} of them have an outcome.")
-        for turn in self.abandoned():
+        for turn in (turn for turn in self.turns() if turn.is_abandoned):
             name, folder = turn.checkpoint.name, turn.folder
             self._log(f"{name} was abandoned: the reason is in {folder}; remove that folder to try again.")
-        while not stop.is_set():
+        while True:
             if self.step():
                 continue
-            for path in self._incomplete() - self._mentioned:
-                what = "a file is missing, or shorter than checkpoint.json says"
-                self._log(f"{self._shown(path)} is not complete yet: {what}.")
-                self._mentioned.add(path)
+            turns = self.turns()
+            incomplete = [turn.checkpoint for turn in turns if not turn.weights]
+            for path in incomplete:
+                if path not in self._mentioned:
+                    what = "a file is missing, or shorter than checkpoint.json says"
+                    self._log(f"{self._shown(path)} is not complete yet: {what}.")
+                    self._mentioned.add(path)
             if once:
                 break
-            stop.wait(self.config.interval)
-        left = len(self._waiting())
-        if left:
+            time.sleep(self.config.interval)
+        if left := len(self._waiting()):
             self._log(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
-        return not (left or self.abandoned() or self._incomplete())
+        return not (left or incomplete or any(turn.is_abandoned for turn in turns))
 
     def turns(self) -> list[Turn]:
         """All checkpoints that are wanted, of each run the oldest first."""
         paths = [(run, path) for run in self.runs for path in finished_checkpoints(run)]
         return [
-            Turn(path, run / LEDGER_FOLDER / self.identity / path.name, self._weights(path))
+            Turn(path, run / LEDGER_FOLDER / self.identity / path.name, weights_of(path))
             for run, path in paths
             if step_of(path) % self.config.every == 0
         ]
-
-    def abandoned(self) -> list[Turn]:
-        """The checkpoints that are no longer tried."""
-        return [turn for turn in self.turns() if turn.weights and turn.is_abandoned]
 
     def step(self) -> bool:
         """Evaluate the next checkpoints. Returns whether there was anything to do."""
@@ -225,26 +229,6 @@ class Watcher:
                 raise UserError(f"{error.filename or 'A run'} cannot be written: {error.strerror}.") from error
             raise
         return bool(paths)
-
-    def _weights(self, path: Path) -> str:
-        """A digest of a checkpoint's model files; empty while they are not complete."""
-        try:
-            now = {name: file_facts(path / name) for name in (META_NAME, MODEL_CONFIG_NAME, WEIGHTS_NAME)}
-            if self._digests.get(path, (None,))[0] != now:
-                stated, digests = stated_files(path), {}
-                for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-                    facts = stated.get(name, {})
-                    if facts.get("bytes", now[name][0]) != now[name][0]:
-                        return ""
-                    digests[name] = facts.get("sha256") or sha256_of(path / name)
-                self._digests[path] = (now, hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16])
-            return self._digests[path][1]
-        except (OSError, ValueError, AttributeError):
-            return ""
-
-    def _incomplete(self) -> set[Path]:
-        """Checkpoints that are being copied, or are truncated."""
-        return {turn.checkpoint for turn in self.turns() if not turn.weights}
 
     def _waiting(self) -> list[tuple[Turn, str]]:
         """All checkpoints without an outcome or whose results are gone, the newest first; and `_why`."""
@@ -287,34 +271,28 @@ class Watcher:
         for errors in world.gather_objects({path: error for path, (_, error) in loaded.items() if error is not None}):
             broken.update(errors)
         models = {path: model for path, (model, _) in loaded.items() if model is not None and path not in broken}
-        for path, error in broken.items():
-            self._give_up(path, error)
-        if not models:
-            return
-        self._log(f"Evaluating {', '.join(map(self._shown, models))} on {self.suite.name}.")
-        given = list(models.values())
-        evaluations, problem = attempt(
-            lambda: evaluate(given, suite=self.suite, config=self.evaluation, processes=self.processes)
-        )
-        if evaluations is None:
-            for path in models:
-                self._give_up(path, str(problem))
-            return
-        for path, evaluation in zip(models, evaluations, strict=True):
-            if evaluation.failures:
-                self._give_up(path, brief(evaluation.failures))
-            else:
-                scores = {key: result.score for key, result in sorted(evaluation.results.items())}
-                self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
-                self._end(path, DONE, suite=self.suite.name, scores=scores)
-        if world.rank == 0:
-            for run in dict.fromkeys(path.parent.parent for path in models):
-                self._on_scored(run)
-
-    def _give_up(self, path: Path, reason: str) -> None:
-        self._log(f"{self._shown(path)} failed, and is tried {ATTEMPTS} times at most: {reason}")
-        if self._end(path, FAILED, reason=reason) >= ATTEMPTS:
-            self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
+        if models:
+            self._log(f"Evaluating {', '.join(map(self._shown, models))} on {self.suite.name}.")
+            given = list(models.values())
+            evaluations, problem = attempt(
+                lambda: evaluate(given, suite=self.suite, config=self.evaluation, processes=self.processes)
+            )
+            for path, evaluation in zip(models, evaluations or (), strict=False):
+                if evaluation.failures:
+                    broken[path] = brief(evaluation.failures)
+                else:
+                    scores = {key: result.score for key, result in sorted(evaluation.results.items())}
+                    self._log(f"{self._shown(path)}: {len(scores)} tasks done.")
+                    self._end(path, DONE, suite=self.suite.name, scores=scores)
+            if evaluations is None:
+                broken |= dict.fromkeys(models, str(problem))
+            elif world.rank == 0:
+                for run in dict.fromkeys(path.parent.parent for path in models):
+                    self._on_scored(run)
+        for path, reason in broken.items():
+            self._log(f"{self._shown(path)} failed, and is tried {ATTEMPTS} times at most: {reason}")
+            if self._end(path, FAILED, reason=reason) >= ATTEMPTS:
+                self._log(f"{self._shown(path)} is abandoned after {ATTEMPTS} attempts.")
 
     def _end(self, path: Path, how: str, **facts: Any) -> int:
         """End the attempt at a checkpoint, if this process has it. Returns the number of attempts."""

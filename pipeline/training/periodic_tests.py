@@ -85,7 +85,6 @@ class PeriodicTests:
             self._tau = run.validation.tau or math.exp(-self.state.objective.logit_parameters()[0])
         if run.evaluation.suite is not None:
             self._suite = open_suite(run.evaluation.suite)
-            self._suite.check_places()
 
     def validate(self, batch: Batch | None = None, result: StepResult | None = None) -> None:
         """Validate if that is due. Collective."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,10 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.run.session import EvaluationConfig
 from tests.checkpoints import contents, save_checkpoint
+from tests.evaluation_damage import members
 from tests.evaluation_suite import write_classification, write_one_of_each
 from tests.launch import free_port, run
+from tests.shards import write_members
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,9 @@ def test_an_error_on_one_process_fails_the_task_on_all_without_hanging(checkpoin
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["imagenet1k"])
     write_classification(suite, TASKS["imagenetv2"])
-    path = folder / "test/1.tar"
-    with tarfile.open(path) as tar:
-        member = tar.getmembers()[-1]  # in the last micro-batch, which only one process evaluates
-    blob = bytearray(path.read_bytes())
-    blob[member.offset_data : member.offset_data + member.size] = b"\0" * member.size
-    path.write_bytes(bytes(blob))
+    body = members(folder / "test/1.tar")
+    last = [*body][-1]  # in the last micro-batch, which only one process evaluates
+    write_members(folder / "test/1.tar", {**body, last: bytes(400)}.items())
     arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu"]
     done = run("jobs.evaluate", *arguments, "micro_batch=8", "workers=0", ranks=2, check=False)
     assert done.returncode != 0

@@ -40,11 +40,6 @@ TINY = {
 }
 
 
-def test_every_task_has_a_hub_repository():
-    assert tuple(HUB_SETS) == tuple(TASKS)
-    assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
-
-
 def tar_of(samples: range) -> bytes:
     buffer = io.BytesIO()
     bodies = {"cls": b"1", "webp": b"RIFF" + bytes(400)}
@@ -53,16 +48,13 @@ def tar_of(samples: range) -> bytes:
 
 
 def parquet_of(rows: int) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(
-        pa.table({"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}), buffer
-    )
+    columns = {"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}
+    pq.write_table(pa.table(columns), buffer := io.BytesIO())
     return buffer.getvalue()
 
 
 def zip_of(*names: str) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         for name in names:
             archive.writestr(f"images/{name}.jpg", name)
     return buffer.getvalue()
@@ -96,9 +88,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
-    outcome = fetch_evalsets(tmp_path)
-    assert outcome.problems == {}
-    assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
+    samples, problems = fetch_evalsets(tmp_path)
+    assert problems == {}
+    assert samples == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
     lock = json.loads((tmp_path / "evalsets.json").read_text())
     assert lock["cifar10"]["commit"] == COMMIT
     assert lock["cifar10"]["files"]["test/0.tar"]["sha256"] == hashlib.sha256(tar_of(range(3))).hexdigest()
@@ -108,21 +100,20 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub, tmp_path):
 
     damaged = tmp_path / "wds_cifar10_test/test/1.tar"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    assert "test/1.tar differ" in fetch_evalsets(tmp_path, offline=True).problems["cifar10"]
+    assert "test/1.tar differ" in fetch_evalsets(tmp_path, offline=True)[1]["cifar10"]
     hub.asked.clear()
-    assert fetch_evalsets(tmp_path).problems == {}
+    assert fetch_evalsets(tmp_path)[1] == {}
     assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
     assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
-    assert fetch_evalsets(tmp_path, offline=True).problems == {}
+    assert fetch_evalsets(tmp_path, offline=True)[1] == {}
 
 
 def test_a_damaged_record_is_named(hub, tmp_path):
     """Regression test: it was reported as a fault of the program."""
     for text in ("{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"):
         (tmp_path / "evalsets.json").write_text(text)
-        for work in (lambda: fetch_evalsets(tmp_path), lambda: fetch_evalsets(tmp_path, offline=True)):
-            with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
-                work()
+        with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
+            fetch_evalsets(tmp_path)
 
 
 def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path):
@@ -134,31 +125,33 @@ def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path
 
     fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), on_note=start_another)
     assert set(json.loads((tmp_path / "evalsets.json").read_text())) == set(TINY)
-    assert fetch_evalsets(tmp_path, offline=True).problems == {}
+    assert fetch_evalsets(tmp_path, offline=True)[1] == {}
 
 
 def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub, tmp_path):
     repo, noted = "djghosh/wds_cifar10_test", list[str]()
     with pytest.MonkeyPatch.context() as patch:
         use_hub(patch, "http://127.0.0.1:9")
-        outcome = fetch_evalsets(tmp_path, on_note=noted.append)
-    assert set(outcome.problems) == set(TINY)
-    assert all("cannot be fetched: " in problem for problem in outcome.problems.values())
+        _, problems = fetch_evalsets(tmp_path, on_note=noted.append)
+    assert set(problems) == set(TINY)
+    assert all("cannot be fetched: " in problem for problem in problems.values())
     assert len(noted) == len(TINY)
     hub.files[repo]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
-    outcome = fetch_evalsets(tmp_path)
-    assert outcome.good == {}
-    assert f"test/0.tar of {repo} arrived with a wrong digest" in outcome.problems["cifar10"]
-    assert "has 2 samples, but 3 are expected" in outcome.problems["retrieval/flickr"]
-    assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
+    samples, problems = fetch_evalsets(tmp_path)
+    assert samples == {}
+    assert f"test/0.tar of {repo} arrived with a wrong digest" in problems["cifar10"]
+    assert "has 2 samples, but 3 are expected" in problems["retrieval/flickr"]
+    assert "nlphuji/winogavil cannot be fetched" in problems["misc/winogavil"]
     hub.files[repo] = hub.stated[repo] = {**FILES[repo], "classnames.txt": b"cat\n"}
-    outcome = fetch_evalsets(tmp_path / "other", ["cifar10"])
-    assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
+    _, problems = fetch_evalsets(tmp_path / "other", ["cifar10"])
+    assert "has 1 classes, but 2 are expected" in problems["cifar10"]
 
 
-def test_unknown_names_are_refused(tmp_path):
+def test_every_task_has_a_hub_repository_and_unknown_names_are_refused(tmp_path):
+    assert tuple(HUB_SETS) == tuple(TASKS)
+    assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
 

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS, Task
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError, check_digests, decode
 from pipeline.evaluation.protocol import PROTOCOLS
@@ -36,10 +36,9 @@ from tests.evaluation_damage import (
     LOCKED,
     V2,
     WINOGAVIL,
-    damage_npy,
-    edit_caption,
+    edit_rows,
+    edit_tar,
     join_tars,
-    set_member,
     without_image,
 )
 from tests.evaluation_suite import SAMPLES, write_association, write_cache, write_classification, write_retrieval
@@ -54,16 +53,9 @@ class Whole(NamedTuple):
     keys: set[str]
 
 
-def evaluate(checkpoint: Path, suite: Path, output: Path, *settings: str) -> Result:
+def evaluate(checkpoint: Path, suite: Path, output: Path) -> Result:
     arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu"]
-    return CliRunner().invoke(command, [*arguments, "workers=0", "micro_batch=16", *settings], standalone_mode=False)
-
-
-def write_whole(root: Path) -> Path:
-    """Write a suite on which every aggregate of the damaged tasks is complete, except the average of all 38."""
-    for key in AGGREGATES["ImageNet & Variants"]:
-        write_classification(root, TASKS[key], samples=4)
-    return write_tasks(root)
+    return CliRunner().invoke(command, [*arguments, "workers=0", "micro_batch=16"], standalone_mode=False)
 
 
 def write_tasks(root: Path, *, flickr: str = "parquet", coco: str = "webdataset", samples: int = SAMPLES) -> Path:
@@ -78,12 +70,12 @@ def write_tasks(root: Path, *, flickr: str = "parquet", coco: str = "webdataset"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Every aggregate of the damaged tasks is complete, except the average of all 38."""
     root = tmp_path_factory.mktemp("whole")
-    checkpoint, suite, results = (
-        save_checkpoint(root / "step-00000001", 0),
-        write_whole(root / "suite"),
-        root / "results",
-    )
+    checkpoint, suite, results = save_checkpoint(root / "step-00000001", 0), root / "suite", root / "results"
+    for key in AGGREGATES["ImageNet & Variants"]:
+        write_classification(suite, TASKS[key], samples=4)
+    write_tasks(suite)
     done = evaluate(checkpoint, suite, results)
     assert done.return_value == 0, done.output
     summary = json.loads((results / "summary.json").read_text())
@@ -103,7 +95,8 @@ def test_damage_is_refused_when_a_task_is_opened(tmp_path):
             PROTOCOLS[TASKS[key].protocol](TASKS[key], open_task(Entry(TASKS[key], folder)))
 
 
-def test_a_page_of_a_parquet_file_that_does_not_fit_its_checksum_is_refused(tmp_path):
+def test_pages_and_row_groups_of_parquet_that_are_not_what_is_stated_are_refused(tmp_path):
+    """Regression test: images of later row groups would have been those of other rows."""
     task, column = TASKS[FLICKR], pa.array([{"bytes": bytes([k]) * 100, "path": None} for k in range(8)])
     table = pa.table({"image": column, "caption": [f"caption {k}" for k in range(8)]})
     path, plain = tmp_path / "test.parquet", {"compression": "none", "use_dictionary": False}
@@ -112,13 +105,7 @@ def test_a_page_of_a_parquet_file_that_does_not_fit_its_checksum_is_refused(tmp_
     path.write_bytes(path.read_bytes().replace(b"caption 5", b"caption 6", 1))
     with pytest.raises(TaskError, match=r"test\.parquet is damaged .*CRC"):
         open_task(Entry(task, tmp_path))
-
-
-def test_a_row_group_with_fewer_rows_than_it_states_is_refused(tmp_path):
-    """Regression test: images of later row groups would have been those of other rows."""
-    task, column = TASKS[FLICKR], pa.array([{"bytes": bytes([k]) * 100, "path": None} for k in range(8)])
-    path = tmp_path / "test.parquet"
-    pq.write_table(pa.table({"image": column, "caption": [f"caption {k}" for k in range(8)]}), path)
+    pq.write_table(table, path)
     body = path.read_bytes()
     for place in (place for place, byte in enumerate(body) if byte == 2 * 8):  # as numbers are written in the footer
         path.write_bytes(body[:place] + bytes([2 * 9]) + body[place + 1 :])
@@ -129,10 +116,9 @@ def test_a_row_group_with_fewer_rows_than_it_states_is_refused(tmp_path):
         open_task(Entry(task, tmp_path))
 
 
-def check_scores(found: Result, results: Path, broken: set[str], keys: set[str]) -> None:
+def check_scores(done: Result, results: Path, broken: set[str], keys: set[str]) -> None:
     """The broken tasks have no score, the others keep theirs, and no aggregate over the broken ones is complete."""
-    assert found.exception is None
-    assert found.return_value == 1
+    assert (done.exception, done.return_value) == (None, 1)
     summary = json.loads((results / "summary.json").read_text())
     assert set(summary["failures"]) == broken
     assert set(summary["scores"]) == keys - broken
@@ -148,10 +134,11 @@ def test_damaged_tasks_are_not_scored_and_failures_are_bit_identical(whole, tmp_
     """Stale scores are there: those of the whole suite. Images are decoded last."""
     suite, seen = tmp_path / "suite", []
     shutil.copytree(whole.suite, suite)
-    for key, damage in ((V2, join_tars), (FMOW, damage_npy), (WINOGAVIL, without_image)):
-        damage(suite / FOLDERS[key])
-    edit_caption(suite / FOLDERS[FLICKR], [])
-    set_member(suite / FOLDERS[COCO], "s0000002.txt", b"one\n\nlast")
+    join_tars(suite / FOLDERS[V2])
+    without_image(suite / FOLDERS[WINOGAVIL])
+    edit_tar(suite / FOLDERS[FMOW], {"s0000003.npy": bytes(99)})
+    edit_rows(suite / FOLDERS[FLICKR], lambda rows: rows[3].update(caption=[]))
+    edit_tar(suite / FOLDERS[COCO], {"s0000002.txt": b"one\n\nlast"})
     with zipfile.ZipFile(suite / "winogavil/images.zip", "a") as archive:
         archive.writestr("images/x.jpg", b"no image")
     for number in range(2):
@@ -183,10 +170,9 @@ def test_data_is_checked_against_what_was_recorded_with_the_suite_or_when_it_was
     suite_json.write_text(json.dumps({"tasks": {"cifar10": facts}}))
     entry = open_suite(tmp_path).entries[0]
     assert open_task(entry).samples == 22
-    recorded = {"folder": folder, "written": "was recorded"}
-    check_digests("cifar10", {"test/0.tar": digest}, entry.expected["sha256"], **recorded)
+    check_digests("cifar10", {"test/0.tar": digest}, entry.expected["sha256"], folder=folder)
     with pytest.raises(TaskError, match=r"another SHA-256 .* \(test/0\.tar\)"):
-        check_digests("cifar10", {"test/0.tar": "0" * 64}, entry.expected["sha256"], **recorded)
+        check_digests("cifar10", {"test/0.tar": "0" * 64}, entry.expected["sha256"], folder=folder)
     for wrong, message in (({"samples": 23}, "has 22 samples, but 23"), ({"classes": 7}, "has 6 classes, but 7")):
         suite_json.write_text(json.dumps({"tasks": {"cifar10": {**facts, **wrong}}}))
         with pytest.raises(TaskError, match=message):
@@ -213,7 +199,7 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path):
     info = json.loads((version / "dataset_info.json").read_text())
     info["splits"]["test"]["num_examples"] = 12
     (version / "dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(TaskError, match=r"has 9 rows, but its dataset_info\.json says 12"):
+    with pytest.raises(TaskError, match=r"has 9 rows, but its dataset_info\.json says .*12"):
         open_task(open_suite(tmp_path).entries[0])
     write_cache(tmp_path, digest="cd34")
     with pytest.raises(TaskError, match="must hold one finished data set, but holds 2"):
@@ -222,21 +208,6 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path):
     next((tmp_path / "hf_cache/downloads").rglob("thing1.jpg")).unlink()
     with pytest.raises(TaskError, match=r"Cannot read .*thing1\.jpg"):
         open_task(open_suite(tmp_path).entries[0])
-
-
-def test_keys_that_map_to_the_same_file_are_refused(tmp_path):
-    (tmp_path / "tasks.yaml").write_text("a/b: {csv: x.csv, label: y}\na--b: {csv: x.csv, label: y}\n")
-    with pytest.raises(TaskError, match="would write their results to the same file"):
-        open_task(open_suite(tmp_path).entries[0])
-    assert (Task("scenes/count", "").stem, Task("scenes-count", "").stem) == ("scenes--count", "scenes-count")
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
-    names = write_classification(tmp_path, TASKS["cifar10"], samples=4) / "classnames.txt"
-    (entry,) = open_suite(tmp_path).entries
-    plain = open_task(entry).classnames
-    names.write_bytes(b"\xef\xbb\xbf" + names.read_bytes())
-    assert open_task(entry).classnames == plain
 
 
 def mutated(body: bytes, rng: random.Random) -> bytes:
@@ -251,7 +222,7 @@ def mutated(body: bytes, rng: random.Random) -> bytes:
 
 def read_all(suite: Path) -> dict[str, object]:
     """What every task holds after reading all of it, or its error."""
-    found: dict[str, object] = {}
+    contents: dict[str, object] = {}
     for entry in open_suite(suite).entries:
         try:
             data = open_task(entry)
@@ -259,10 +230,10 @@ def read_all(suite: Path) -> dict[str, object]:
             for index in range(len(data.images)):
                 decode(data.images.read(index), name=data.images.name(index))
             # A changed pixel can make two of WinoGAViL's images of one, so images are not counted.
-            found[entry.task.key] = {what: count for what, count in data.counts.items() if what != "images"}
+            contents[entry.task.key] = {what: count for what, count in data.counts.items() if what != "images"}
         except UserError as error:
-            found[entry.task.key] = str(error)
-    return found
+            contents[entry.task.key] = str(error)
+    return contents
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from jobs.evaluate import command
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, code_version
 from pipeline.evaluation.run import images
+from pipeline.files import read_tree
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
 from pipeline.versions import version_of
-from tests.checkpoints import contents, save_checkpoint, scored
+from tests.checkpoints import contents, scored
 from tests.evaluation_suite import write_classification
 from tests.launch import python
 from tests.own_tasks import write_class_folders
@@ -66,9 +65,8 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
 
 def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **settings: Any) -> dict[str, Any]:
     """Evaluate some tasks and return the summary."""
-    scored(model, open_suite(suite).only(keys), output, **settings)
-    tree: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return tree
+    scored(model, open_suite(suite, tasks=keys), output, **settings)
+    return read_tree(output / "summary.json")
 
 
 def test_a_result_in_another_tasks_place_is_not_counted_and_computed_again(model, suite, tmp_path):
@@ -106,23 +104,16 @@ def test_a_result_without_whole_outcomes_is_not_reused(model, tmp_path):
     assert scored(model, suite, output).reused
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "metric: acc5",
-        "templates: ['the {c}']",
-        "classnames: {mug: cup}",
-        "prompts: {mug: [a], plate: [b], t_shirt: [c]}",
-    ],
-)
-def test_other_prompts_or_another_metric_are_another_score(model, tmp_path, change):
+def test_other_prompts_or_another_metric_are_another_score(model, tmp_path):
     write_class_folders(tmp_path / "suite")
     yaml = tmp_path / "suite/tasks.yaml"
     yaml.write_text("one: {folder: photos}\ntwo: {folder: photos}\n")
     evaluated(model, tmp_path / "suite", tmp_path / "out", "one", "two")
-    yaml.write_text(f"one: {{folder: photos}}\ntwo: {{folder: photos, {change}}}\n")
-    summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "one")
-    assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
+    prompts = "prompts: {mug: [a], plate: [b], t_shirt: [c]}"
+    for change in ("metric: acc5", "templates: ['the {c}']", "classnames: {mug: cup}", prompts):
+        yaml.write_text(f"one: {{folder: photos}}\ntwo: {{folder: photos, {change}}}\n")
+        summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "one")
+        assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
 
 
 @pytest.mark.parametrize("how", ["other", "broken", "interrupted"])
@@ -151,25 +142,17 @@ def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path
     assert not (tmp_path / "out/cifar10.json").exists()
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, [*map(str, arguments), "--device", "cpu", "workers=0"], standalone_mode=False)
-
-
-def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path):
+def test_a_misspelt_place_in_a_second_file_touches_no_result(model, tmp_path):
     """Regression test: the results of the first file's task were renamed to .stale."""
-    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
     write_class_folders(tmp_path)
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("mine: {folder: photos}\n")
-    assert run(checkpoint, "--suite", first, "--output", tmp_path / "out").return_value == 0
+    assert not scored(model, first, tmp_path / "out").failures
     before = contents(tmp_path / "out")
     second.write_text("mine: {folder: fotos}\nother: {folder: photos}\n")
-    done = run(checkpoint, "--suite", second, "--output", tmp_path / "out")
-    assert isinstance(done.exception, UserError)
-    assert "1 of 2 tasks is not where their tasks.yaml says (mine: " in str(done.exception)
+    with pytest.raises(UserError, match=r"1 of 2 tasks is not where their tasks.yaml says \(mine: "):
+        scored(model, second, tmp_path / "out")
     assert contents(tmp_path / "out") == before
     second.write_text("mine: {folder: photos, templates: ['{c}'], classnames: [a, b, c, d]}\n")
-    done = run(checkpoint, "--suite", second, "--output", tmp_path / "out")
-    assert done.return_value == 1
-    assert "classnames has 4 names" in done.output
+    assert "classnames has 4 names" in scored(model, second, tmp_path / "out").failures["mine"]
     assert (tmp_path / "out/mine.json").read_bytes() == before["mine.json"]

@@ -15,6 +15,7 @@ from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.tables import as_list
 from pipeline.evaluation.datasets.task_data import TaskError, file_digests
 from pipeline.evaluation.datasets.webdataset import open_webdataset
+from tests.evaluation_suite import CLEVR as CLEVR_NAMES
 from tests.evaluation_suite import (
     association_rows,
     retrieval_rows,
@@ -64,17 +65,16 @@ def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path
 
 def test_a_blank_class_is_kept_or_dropped(tmp_path):
     folder = write_classification(tmp_path, CLEVR)
+    names = folder / "classnames.txt"
+    names.write_bytes(b"\xef\xbb\xbf" + names.read_bytes())  # a byte order mark is not part of the first name
     kept, dropped = open_webdataset(folder, CLEVR), open_webdataset(folder, CLEVR, blank_class="drop")
-    assert len(kept.classnames) == 6
-    assert kept.classnames[3] == ""
-    assert len(dropped.classnames) == 5
-    assert dropped.classnames[3] == kept.classnames[4]
+    assert kept.classnames == CLEVR_NAMES
+    assert dropped.classnames == tuple(filter(None, CLEVR_NAMES))
 
 
 def test_extra_metadata_column_is_allowed_and_a_missing_one_is_refused(tmp_path):
     folder = write_classification(tmp_path, FMOW)
-    data = open_task(Entry(FMOW, folder))
-    assert data.metadata.shape == (22, 4)
+    assert open_task(Entry(FMOW, folder)).metadata.shape == (22, 4)
     with pytest.raises(TaskError, match="needs 5 columns"):
         open_webdataset(folder, replace(FMOW, fields=(*FMOW.fields, "a", "b")))
 
@@ -106,20 +106,18 @@ def test_suites_are_found_and_mistakes_are_reported(tmp_path):
         open_suite(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
-def test_lists_are_read_in_every_stored_form(text):
-    assert as_list(text, where="row 1") == ["a", "b c"]
+def test_lists_are_read_in_every_stored_form():
+    for text in ('["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])):
+        assert as_list(text, where="row 1") == ["a", "b c"]
     assert as_list("[new] mug", where="row 1") == ["[new] mug"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["winogavil", "misc/winogavil", "misc-winogavil", "wds_misc-winogavil_test", "nlphuji___winogavil", "a/winogavil"],
-)
-def test_folders_are_found_under_common_names(tmp_path, name):
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(write_association(tmp_path / "made", layout="parquet"), tmp_path / name)
-    assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
+def test_folders_are_found_under_common_names(tmp_path):
+    made, names = write_association(tmp_path / "made", layout="parquet"), ("misc/winogavil", "misc-winogavil")
+    for name in (*names, "winogavil", "wds_misc-winogavil_test", "nlphuji___winogavil", "a/winogavil"):
+        shutil.copytree(made, tmp_path / "suite" / name)
+        assert [entry.task.key for entry in open_suite(tmp_path / "suite").entries] == ["misc/winogavil"]
+        shutil.rmtree(tmp_path / "suite")
 
 
 def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path):
@@ -129,6 +127,6 @@ def test_a_memory_mapped_table_that_is_overwritten_is_refused(tmp_path):
     arrow = next(folder.glob("*.arrow"))
     with arrow.open("r+b") as file:
         file.write(b"\x7f" * arrow.stat().st_size)
-    for read in (lambda: data.images.read(3), lambda: table.values("caption"), lambda: table.values("image")):
+    for read in (lambda: data.images.read(3), lambda: [*table.values("caption")], lambda: [*table.values("image")]):
         with pytest.raises(TaskError, match=r"\.arrow is damaged .*fetch the data set again"):
             read()

@@ -84,21 +84,19 @@ def evaluated(run: Path) -> list[int]:
 @pytest.mark.parametrize("step", [2, 4], ids=["within the run", "at its end"])
 def test_it_is_done_when_the_run_resumes(base, whole, kill_at, step):
     kill_at.append(step)
-    name = f"killed-{step}"
+    run, tasks = base / f"killed-{step}", str(base / "tasks.yaml")
     with pytest.raises(Killed):
-        train(base, name)
-    assert set(scores(base / name)[step]) == {"folders"}
+        train(base, run.name)
+    assert set(scores(run)[step]) == {"folders"}
     with pytest.raises(UserError, match=f"no score for table at step-0000000{step}"):
-        curve_of(read_run(base / name), suite=str(base / "tasks.yaml"))
-    assert any("the evaluation is not finished" in note for note in read_run(base / name).notes)
+        curve_of(read_run(run), suite=tasks)
+    assert any("the evaluation is not finished" in note for note in read_run(run).notes)
     kill_at.clear()
-    train(base, name)
-    assert scores(base / name) == scores(whole)
-    assert set(scores(base / name)) == {2, 4}
-    assert set(scores(base / name)[step]) == {"folders", "table"}
-    assert [point["step"] for point in curve_of(read_run(base / name), suite=str(base / "tasks.yaml"))] == [2, 4]
-    assert evaluated(base / name) == [2, 4]
-    messages = [record["message"] for record in metrics(base / name, "event")]
+    train(base, run.name)
+    assert scores(run) == scores(whole)
+    assert {step: set(some) for step, some in scores(run).items()} == {key: {"folders", "table"} for key in (2, 4)}
+    assert [point["step"] for point in curve_of(read_run(run), suite=tasks)] == evaluated(run) == [2, 4]
+    messages = [record["message"] for record in metrics(run, "event")]
     assert [message for message in messages if "doing it now" in message] == [
         f"This run has no evaluation after step {step}: doing it now."
     ]
@@ -113,8 +111,8 @@ def test_scores_that_were_not_logged_are_logged_and_a_whole_evaluation_is_not_re
     for _ in range(2):
         train(base, "done")
         assert evaluated(base / "done") == [2, 4]
-    shutil.rmtree(base / "done" / "checkpoints" / "step-00000004")
-    shutil.rmtree(base / "done" / "checkpoints" / "step-00000003")
+    for step in (3, 4):
+        shutil.rmtree(base / "done" / "checkpoints" / f"step-0000000{step}")
     (base / "done" / "checkpoints" / "latest").write_text("step-00000002\n")
     train(base, "done")
     assert evaluated(base / "done") == [2, 4]

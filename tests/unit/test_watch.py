@@ -9,9 +9,9 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,11 +55,13 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.evaluation.watcher.RETRY_SECONDS", 0.0)
 
 
-def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: object) -> Watcher:
-    config = WatchConfig(**{"interval": 0.01, **settings})
+def make_watcher(run: Path, suite: Suite, **settings: object) -> tuple[Watcher, list[str]]:
+    """A watcher and what it says."""
+    config, messages = WatchConfig(**{"interval": 0.01, **settings}), list[str]()
     processes = (World(), torch.device("cpu"))
     quick = EvaluationConfig(workers=0, micro_batch=8)
-    return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
+    made = Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
+    return made, messages
 
 
 def states(watcher: Watcher) -> dict[str, str]:
@@ -78,55 +80,14 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     for step in (100, 150, 200, 300, 400):
         save_step(tmp_path, step)
     monkeypatch.setattr("pipeline.evaluation.watcher.TOGETHER", 2)
-    messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages, every=100)
+    watcher, messages = make_watcher(tmp_path, suite, every=100)
     assert watcher.step()
     save_step(tmp_path, 500)
-    watcher.run(threading.Event(), once=True)
-    assert evaluated(messages) == [[400], [500], [300, 200], [100]]
+    for _ in range(2):  # the second time, nothing is left
+        watcher.run(once=True)
+        assert evaluated(messages) == [[400], [500], [300, 200], [100]]
     assert set(states(watcher).values()) == {DONE}
     assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in states(watcher))
-    watcher.run(threading.Event(), once=True)
-    assert len(evaluated(messages)) == 4
-
-
-def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, suite):
-    for step in (100, 200, 300):
-        save_step(tmp_path, step)
-    broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
-    broken.write_bytes(broken.read_bytes()[:1000])
-    messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages)
-    assert not watcher.run(threading.Event(), once=True)
-    assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
-    assert states(watcher) == {"step-00000100": DONE, "step-00000200": FAILED, "step-00000300": DONE}
-    (abandoned,) = watcher.abandoned()
-    assert "step-00000200" in abandoned.last["reason"]
-    later: list[str] = []
-    assert not make_watcher(tmp_path, suite, later).run(threading.Event(), once=True)
-    assert any("remove that folder to try again" in line for line in later)
-    replace_checkpoint(tmp_path, 200, weights_of=200)  # by a whole copy
-    assert watcher.run(threading.Event(), once=True)
-    assert set(states(watcher).values()) == {DONE}
-
-
-def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path, suite):
-    save_step(tmp_path / "run", 100)
-    root = tmp_path / "suite"
-    write_classification(root, TASKS["cifar10"], samples=8)
-    second = write_classification(root, TASKS["mnist"], samples=8)
-    (second / "test/1.tar").rename(second / "test/away")
-    messages: list[str] = []
-    watcher = make_watcher(tmp_path / "run", open_suite(root), messages)
-    assert watcher.step()
-    assert "mnist: " in messages[-1]
-    assert "some are missing" in messages[-1]
-    first = tmp_path / "run/evaluation/step-00000100/cifar10.json"
-    inode = first.stat().st_ino
-    (second / "test/away").rename(second / "test/1.tar")
-    assert watcher.run(threading.Event(), once=True)
-    assert states(watcher) == {"step-00000100": DONE}
-    assert first.stat().st_ino == inode
 
 
 def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
@@ -139,59 +100,83 @@ def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
         os.utime(file, (dates.st_atime, dates.st_mtime))
 
 
+def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path, suite):
+    for step in (100, 200, 300):
+        save_step(tmp_path, step)
+    broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    watcher, messages = make_watcher(tmp_path, suite)
+    assert not watcher.run(once=True)
+    assert any("step-00000200 is abandoned after 3 attempts" in line for line in messages)
+    assert states(watcher) == {"step-00000100": DONE, "step-00000200": FAILED, "step-00000300": DONE}
+    (abandoned,) = (turn for turn in watcher.turns() if turn.is_abandoned)
+    assert "step-00000200" in abandoned.last["reason"]
+    later, messages = make_watcher(tmp_path, suite)
+    assert not later.run(once=True)
+    assert any("remove that folder to try again" in line for line in messages)
+    replace_checkpoint(tmp_path, 200, weights_of=200)  # by a whole copy
+    assert watcher.run(once=True)
+    assert set(states(watcher).values()) == {DONE}
+
+
+def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path):
+    save_step(tmp_path / "run", 100)
+    root = tmp_path / "suite"
+    write_classification(root, TASKS["cifar10"], samples=8)
+    second = write_classification(root, TASKS["mnist"], samples=8)
+    (second / "test/1.tar").rename(second / "test/away")
+    watcher, messages = make_watcher(tmp_path / "run", open_suite(root))
+    assert watcher.step()
+    assert re.search(r"mnist: .*missing: 1\.tar", messages[-1])
+    first = tmp_path / "run/evaluation/step-00000100/cifar10.json"
+    inode = first.stat().st_ino
+    (second / "test/away").rename(second / "test/1.tar")
+    assert watcher.run(once=True)
+    assert states(watcher) == {"step-00000100": DONE}
+    assert first.stat().st_ino == inode
+
+
 def test_a_replaced_checkpoint_is_evaluated_again(tmp_path, suite):
     """Regression test: a checkpoint that took another's name was never scored."""
-    run, messages = tmp_path / "run", list[str]()
-    save_step(run, 100)
-    watcher = make_watcher(run, suite, messages)
-    result = run / "evaluation/step-00000100/cifar10.json"
-    assert watcher.run(threading.Event(), once=True)
+    save_step(tmp_path, 100)
+    watcher, messages = make_watcher(tmp_path, suite)
+    result = tmp_path / "evaluation/step-00000100/cifar10.json"
+    assert watcher.run(once=True)
     first = json.loads(result.read_text())["inputs"]["checkpoint"]
-    assert make_watcher(run, suite, messages).run(threading.Event(), once=True)
-    assert len(evaluated(messages)) == 1
-    replace_checkpoint(run, 100, weights_of=7)
-    assert watcher.run(threading.Event(), once=True)
+    replace_checkpoint(tmp_path, 100, weights_of=7)
+    assert watcher.run(once=True)
     assert any("was replaced by other weights" in line for line in messages)
     assert json.loads(result.read_text())["inputs"]["checkpoint"] != first
     assert len(evaluated(messages)) == 2
 
 
-def test_a_read_only_run_is_refused_with_its_name(tmp_path, suite, monkeypatch):
+def test_a_watcher_that_is_interrupted_or_cannot_write_holds_no_lock(tmp_path, suite, monkeypatch):
     save_step(tmp_path, 100)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(tmp_path / LEDGER_FOLDER))
-
-    monkeypatch.setattr("pipeline.evaluation.watcher.file_lock", refuse)
-    with pytest.raises(UserError, match=rf"{LEDGER_FOLDER}.* cannot be written: Permission denied"):
-        make_watcher(tmp_path, suite, []).step()
-
-
-def test_an_interrupted_watcher_releases_its_lease(tmp_path, suite, monkeypatch):
-    save_step(tmp_path, 100)
-    watcher = make_watcher(tmp_path, suite, [])
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+    watcher, _ = make_watcher(tmp_path, suite)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.evaluation.evaluate", interrupt)
+        patch.setattr("pipeline.evaluation.evaluate", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             watcher.step()
     assert states(watcher) == {"step-00000100": RELEASED}
-    assert make_watcher(tmp_path, suite, []).step()
+    with monkeypatch.context() as patch:
+        denied = PermissionError(13, "Permission denied", str(tmp_path / LEDGER_FOLDER))
+        patch.setattr("pipeline.evaluation.watcher.file_lock", Mock(side_effect=denied))
+        with pytest.raises(UserError, match=rf"{LEDGER_FOLDER}.* cannot be written: Permission denied"):
+            watcher.step()
+    assert make_watcher(tmp_path, suite)[0].step()
 
 
 def test_command_line_errors_name_the_mistake(tmp_path, suite):
     from jobs.watch import command
 
     arguments = [str(tmp_path), "--suite", str(suite.folder), "--once"]
-    with pytest.raises(UserError, match="The nearest valid key is interval"):
-        command.main([*arguments, "intervall=3"], standalone_mode=False)
-    with pytest.raises(UserError, match=r"evaluation\.batch_size = 0"):
-        command.main([*arguments, "evaluation.batch_size=0"], standalone_mode=False)
-    with pytest.raises(UserError, match="no run folder"):
-        command.main([str(tmp_path / "none"), *arguments[1:]], standalone_mode=False)
+    for wrong, message in (
+        ([*arguments, "intervall=3"], "The nearest valid key is interval"),
+        ([*arguments, "evaluation.batch_size=0"], r"evaluation\.batch_size = 0"),
+        ([str(tmp_path / "none"), *arguments[1:]], "no run folder '.*none'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            command.main(wrong, standalone_mode=False)
     assert command.main(arguments, standalone_mode=False) == 0
 
 
@@ -221,21 +206,17 @@ def test_templates_call_the_program_with_valid_arguments(path):
 def test_result_files_take_precedence_over_the_ledger(tmp_path, suite):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
-    messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages)
-    assert watcher.run(threading.Event(), once=True)
+    watcher, _ = make_watcher(tmp_path, suite)
+    assert watcher.run(once=True)
     shutil.rmtree(tmp_path / "evaluation/step-00000100")
     (tmp_path / "evaluation/step-00000200/cifar10.json").unlink()
     (watcher.turns()[-1].folder / "attempt.json").write_text("")
-    later: list[str] = []
-    again = make_watcher(tmp_path, suite, later)
-    assert again.run(threading.Event(), once=True)
-    assert evaluated(later) == [[300], [200, 100]]
-    assert sum("has no results, although" in line for line in later) == 2
+    again, messages = make_watcher(tmp_path, suite)
+    assert again.run(once=True)
+    assert evaluated(messages) == [[300], [200, 100]]
+    assert sum("has no results, although" in line for line in messages) == 2
     assert set(states(again).values()) == {DONE}
     assert (tmp_path / "evaluation/step-00000100/cifar10.json").is_file()
-    shutil.rmtree(tmp_path / "evaluation/step-00000200")
-    assert again.step(), "the same watcher detects it, too"
 
 
 def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
@@ -245,15 +226,14 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
     (whole / "checkpoint.json").write_text(json.dumps({"step": 100, "files": files}))
     copy = run / "checkpoints" / whole.name
     copy.mkdir(parents=True)
-    messages: list[str] = []
-    watcher = make_watcher(run, suite, messages)
+    watcher, messages = make_watcher(run, suite)
     assert not watcher.step()
     for name in ("checkpoint.json", *names):
         body = (whole / name).read_bytes()
         (copy / name).write_bytes(body[: len(body) // 2])
-        assert not watcher.run(threading.Event(), once=True) or name == "checkpoint.json"
+        assert not watcher.run(once=True) or name == "checkpoint.json"
         (copy / name).write_bytes(body)
-    assert watcher.run(threading.Event(), once=True)
+    assert watcher.run(once=True)
     assert sum("is not complete yet" in line for line in messages) == 1
     assert "failed" not in " ".join(messages)
     assert [turn.last["attempts"] for turn in watcher.turns()] == [1]
@@ -261,22 +241,16 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path, suite):
 
 def test_stray_files_do_not_stop_a_watcher(tmp_path, suite):
     save_step(tmp_path, 100)
-    for name in (
-        "checkpoints/step-old",
-        "checkpoints/step-00000200.bak",
-        "evaluation/step-x",
-        "evaluation/step-1.json",
-    ):
+    for name in ("checkpoints/step-old", "checkpoints/step-00000200.bak", "evaluation/step-x", "evaluation/step-1.x"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "checkpoint.json").write_text("{}")
     (tmp_path / "checkpoints/step-00000300").write_text("a file")
-    messages: list[str] = []
-    watcher = make_watcher(tmp_path, suite, messages)
+    watcher, messages = make_watcher(tmp_path, suite)
     folder = watcher.turns()[0].folder
     folder.mkdir(parents=True)
     (folder / "attempt.json").write_text("[]")
     (folder.parent / "notes.txt").write_text("stray")
-    assert watcher.run(threading.Event(), once=True)
+    assert watcher.run(once=True)
     assert evaluated(messages) == [[100]]
     forget_after(tmp_path, 50)
     assert not folder.exists()
@@ -339,10 +313,7 @@ def test_a_checkpoint_that_failed_is_left_alone_for_a_while_by_every_watcher(tmp
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     turn = Turn(tmp_path / "step-00000100", tmp_path / "ledger", "a")
     assert turn.claim()
     turn.end(DONE)
@@ -355,39 +326,28 @@ def test_messages_about_many_failures_are_short():
     assert "and 35 more tasks failed" in text
 
 
-def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard/evaluation"))
-    events.Reload()
-    return {
-        tag: [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
-
-
 def test_scores_are_in_tensorboard_without_another_command(tmp_path):
     """`neuclip watch` and `neuclip evaluate` write them at the checkpoint's step; nothing is left behind."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     from jobs.evaluate import command as evaluate
     from jobs.watch import command as watch
 
     write_classification(tmp_path / "suite", TASKS["mnist"], samples=6)
-    run = tmp_path / "run"
+    run, options = tmp_path / "run", ["--suite", str(tmp_path / "suite"), "--device", "cpu"]
     for step in (10, 20):
         save_step(run, step)
     (run / "tensorboard").mkdir()
-    options = ["--suite", str(tmp_path / "suite"), "--device", "cpu"]
     first = [str(run / "checkpoints/step-00000010"), *options, "workers=0", "micro_batch=16"]
-    assert CliRunner().invoke(evaluate, first, standalone_mode=False).return_value == 0
-
-    def score(step: int) -> float:
-        tree = json.loads((run / f"evaluation/step-{step:08d}/mnist.json").read_text())
-        return float(tree["score"])
-
-    assert scalars(run) == {"evaluation/mnist": [(10, score(10))]}
-    settings = ["evaluation.workers=0", "evaluation.micro_batch=16"]
-    done = CliRunner().invoke(watch, [str(run), *options, "--once", *settings], standalone_mode=False)
-    assert done.return_value == 0, done.output
-    assert scalars(run) == {"evaluation/mnist": [(10, score(10)), (20, score(20))]}
+    both = [str(run), *options, "--once", "evaluation.workers=0", "evaluation.micro_batch=16"]
+    for command, arguments, steps in ((evaluate, first, (10,)), (watch, both, (10, 20))):
+        done = CliRunner().invoke(command, arguments, standalone_mode=False)
+        assert done.return_value == 0, done.output
+        events = EventAccumulator(str(run / "tensorboard/evaluation"))
+        events.Reload()
+        assert events.Tags()["scalars"] == ["evaluation/mnist"]
+        results = [json.loads((run / f"evaluation/step-{step:08d}/mnist.json").read_text()) for step in steps]
+        expected = [(step, pytest.approx(tree["score"])) for step, tree in zip(steps, results, strict=True)]
+        assert [(event.step, event.value) for event in events.Scalars("evaluation/mnist")] == expected
     assert [path.name for path in (run / "tensorboard").iterdir()] == ["evaluation"]
     assert not list(run.glob(".evaluation-*"))

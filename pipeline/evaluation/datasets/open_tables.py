@@ -35,10 +35,6 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
 
     A CSV with zips of images counts only where `csv_columns` says which columns it must have.
     """
-    tables = (path for path in files_below(folder) if path.suffix in (".arrow", ".json", ".parquet", ".zip"))
-    strange = next((path for path in tables if path.exists() and not path.is_file()), None)
-    if strange is not None:
-        raise TaskError(f"{strange} is no file: reading a pipe or a device would not end.")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _open_saved(folder, split)
     if files_below(folder, ".arrow"):
@@ -46,7 +42,15 @@ def find_table(folder: Path, *, split: str = "test", csv_columns: Sequence[str] 
     if files := _parquet_files(folder, split):
         return _open_parquet(files, folder)
     if csv_columns and (paths := files_below(folder, ".csv")):
-        return _find_csv(folder, paths, csv_columns)
+        archives = files_below(folder, ".zip")
+        tables = [open_csv(path, archives=archives) for path in paths]
+        fitting = [table for table in tables if set(csv_columns) <= set(table.columns)]
+        if len(fitting) != 1:
+            raise TaskError(
+                f"{folder}: exactly one CSV with the columns {', '.join(csv_columns)} is expected, but "
+                f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
+            )
+        return fitting[0]
     raise TaskError(
         f"{folder} has no supported layout: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
         f"cache of `datasets` (*.arrow), parquet files{', or a CSV with a zip of images' if csv_columns else ''}."
@@ -63,15 +67,12 @@ def _open_parquet(files: Sequence[Path], folder: Path) -> Table:
     for path in files:
         try:
             schemas.append(pq.read_schema(path))
-            rows = pq.read_metadata(path).num_rows
+            if not pq.read_metadata(path).num_rows:
+                raise ValueError("it holds no rows at all")
         except Exception as error:  # pyarrow raises its own exceptions
             raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
-        if not rows:
-            raise TaskError(f"{path} holds no rows at all: is it complete?")
-    names = sorted({*schemas[0].names})
-    other = next((path for path, schema in zip(files, schemas, strict=True) if sorted(schema.names) != names), None)
-    if other is not None:
-        raise TaskError(f"{other} has other columns than {files[0]}, or one twice: are they of one data set?")
+        if sorted(schemas[-1].names) != sorted({*schemas[0].names}):
+            raise TaskError(f"{path} has other columns than {files[0]}, or one twice: are they of one data set?")
     try:
         pa.unify_schemas(schemas, promote_options="permissive")  # refuses numbers here and texts there
         features = datasets.Features.from_arrow_schema(schemas[0])
@@ -105,17 +106,14 @@ def check_parts(files: Sequence[Path]) -> None:
         elif path.stem.isdecimal() and int(path.stem) < MOST_PARTS:
             groups[path.parent, "", path.suffix].add((0, int(path.stem)))
     for (folder, stem, rest), parts in groups.items():
-        totals, numbers = {total for total, _ in parts}, {number for _, number in parts}
-        if len(totals) > 1:
-            counts = " and ".join(f"of {total}" for total in sorted(totals))
-            raise TaskError(f"{folder}: files {stem}*{rest} are of different versions: their names say {counts} parts.")
-        total = totals.pop() or max(numbers) + 1
-        missing = sorted(set(range(total)) - numbers)
-        if missing:
+        numbers = {number for _, number in parts}
+        totals = sorted({total or max(numbers) + 1 for total, _ in parts})
+        missing = sorted(set(range(totals[-1])) - numbers)
+        if missing or len(totals) > 1:
             raise TaskError(
-                f"{folder}: {len(missing)} of {total} parts {stem}*{rest} are missing (number "
-                f"{', '.join(map(str, missing[:5]))}). A score over partial data would not be this task's score: "
-                "fetch them."
+                f"{folder}: the parts {stem}*{rest} are of different versions, or some are missing: their names say "
+                f"{' and '.join(map(str, totals))} parts, without number {', '.join(map(str, missing[:5]))}. A score "
+                "over partial data would not be this task's score: fetch them."
             )
 
 
@@ -125,10 +123,8 @@ def _open_saved(folder: Path, split: str) -> Table:
 
     try:
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # many exception types, from a missing file to a damaged stream
-        raise TaskError(
-            f"{folder} cannot be loaded from disk ({plain(error)}): it is incomplete or damaged."
-        ) from error
+    except Exception as error:  # many exception types, too
+        raise TaskError(f"{folder} is incomplete or damaged ({plain(error)}): fetch it again.") from error
     if isinstance(rows, datasets.DatasetDict):
         rows = rows[_chosen_split(list(rows), split, folder)]
     saved = Path(rows.cache_files[0]["filename"]).parent if rows.cache_files else folder
@@ -160,25 +156,18 @@ def _open_cached(folder: Path, split: str) -> Table:
     version = versions[0]
     info = version / "dataset_info.json"
     try:
-        counts = {name: facts.get("num_examples") for name, facts in json.loads(info.read_text())["splits"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TaskError(f"{info} is damaged ({error!r}): fetch the data set again.") from error
-    name = _chosen_split(list(counts), split, version)
-    pattern = re.compile(rf"-{re.escape(name)}(-\d+-of-\d+)?\.arrow$")
-    files = sorted(path for path in version.glob("*.arrow") if pattern.search(path.name))
-    if not files:
-        raise TaskError(f"{version} has no file of the split {name} (*-{name}.arrow): the download is incomplete.")
-    check_parts(files)
-    try:
-        parts = [datasets.Dataset.from_file(str(path)) for path in files]
-        rows = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-    except Exception as error:
-        raise TaskError(f"{version} cannot be read ({plain(error)}): fetch the data set again.") from error
-    if counts[name] is not None and len(rows) != counts[name]:
-        raise TaskError(
-            f"{version} has {len(rows):,} rows, but its dataset_info.json says {counts[name]:,}. A score over partial "
-            "data would not be this task's score: fetch the data set again."
-        )
+        splits = json.loads(info.read_text())["splits"]
+        name = _chosen_split(list(splits), split, version)
+        pattern = re.compile(rf"-{re.escape(name)}(-\d+-of-\d+)?\.arrow$")
+        files = sorted(path for path in version.glob("*.arrow") if pattern.search(path.name))
+        check_parts(files)
+        rows = datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in files])
+        if splits[name].get("num_examples") not in (None, len(rows)):
+            raise ValueError(f"it has {len(rows):,} rows, but its dataset_info.json says {splits[name]}")
+    except TaskError:
+        raise
+    except Exception as error:  # many exception types, from a missing file to a damaged stream
+        raise TaskError(f"{version} is incomplete or damaged ({plain(error)}): fetch the data set again.") from error
     cells = partial(dataset_cells, rows)
     return Table(cells, rows.features, folder=version, layout="datasets cache", files=[*files, info])
 
@@ -196,16 +185,20 @@ def open_csv(
         header, *rows = [row for row in csv.reader(io.StringIO(read_text(path), newline="")) if row] or [[]]
     except csv.Error as error:
         raise TaskError(f"{path} is not a readable CSV ({error}).") from error
-    twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None:
-        raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise TaskError(f"{path} has two columns {twice[0]!r}: which one counts? Rename one.")
+    place = header.index(column) if column in header else 0
     for number, row in enumerate(rows, 1):
         where = f"row {number} of {path}"
         if len(row) != len(header):
             more = "more" if len(row) > len(header) else "fewer"
             raise TaskError(f"{where} has {more} cells than the header: quote cells that contain commas.")
-        if images is not None and column in header:
-            _check_quotes(row, header.index(column), images, where=where)
+        for line in (line for cell in row for line in text_lines(cell)[1:]):  # perhaps a row, whose column has an image
+            cells = line.split(",")
+            named = [cells[k].strip(' "') for k in (place, place - len(row)) if -len(cells) <= k < len(cells)]
+            if images is not None and any(os.path.isfile(images / name) for name in named):
+                what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
+                raise TaskError(f"{where}: {what}. Close it, or double the quotes inside values.")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     columns = {name: [row[place] for row in rows] for place, name in enumerate(header)}
     return Table(
@@ -217,29 +210,6 @@ def open_csv(
         members=None if archives is None else _zip_members(archives),
         names=(path, 1),
     )
-
-
-def _check_quotes(row: Sequence[str], place: int, images: Path, *, where: str) -> None:
-    """Look for rows inside of a cell, whose lines then name images as the column number `place` does."""
-    for line in (line for cell in row for line in text_lines(cell)[1:]):
-        fields = line.split(",")
-        named = [fields[k] for k in (place, place - len(row)) if -len(fields) <= k < len(fields)]
-        if any(os.path.isfile(images / image.strip(' "')) for image in named):
-            what = f"a quote is not closed, which would swallow the line {line[:60]!r}"
-            raise TaskError(f"{where}: {what}. Close it, or double the quotes inside values.")
-
-
-def _find_csv(folder: Path, paths: Sequence[Path], columns: Sequence[str]) -> Table:
-    """Open the only CSV that has these columns, with all zip archives below `folder`."""
-    archives = files_below(folder, ".zip")
-    tables = [open_csv(path, archives=archives) for path in paths]
-    fitting = [table for table in tables if set(columns) <= set(table.columns)]
-    if len(fitting) != 1:
-        raise TaskError(
-            f"{folder}: exactly one CSV with the columns {', '.join(columns)} is expected, but "
-            f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
-        )
-    return fitting[0]
 
 
 def _zip_members(archives: Sequence[Path]) -> Members:

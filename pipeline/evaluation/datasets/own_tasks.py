@@ -20,10 +20,10 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.open_tables import find_table, open_csv
 from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, retrieval_rows
-from pipeline.evaluation.datasets.tables import Table, TableImages, as_text, files_of, parsed_list
+from pipeline.evaluation.datasets.tables import Table, as_text, parsed_list
 from pipeline.evaluation.datasets.task_data import StoredImages, TaskData, TaskError, files_below, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import new_folder
@@ -103,32 +103,22 @@ def _own_task(key: str, tree: Any) -> OwnTask:
     if not isinstance(tree, Mapping):
         raise UserError(f"it must be a mapping such as {{folder: photos}}, but is {tree!r}.")
     own = parse(OwnTask, tree, prefix=key)
-    sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
-    if len(sources) != 1:
-        given = " and ".join(sources) or "none"
-        raise UserError(f"it needs exactly one of folder, csv and dataset, but has {given}.")
-    if own.folder and (own.caption or own.label):
-        raise UserError("the folders' names are the labels; caption and label need csv or dataset.")
-    if not own.folder and bool(own.caption) == bool(own.label):
-        raise UserError("it needs either caption (retrieval) or label (classification): the name of a column.")
+    columns = bool(own.caption) + bool(own.label)
+    if sum(map(bool, (own.folder, own.csv, own.dataset))) != 1 or columns != (not own.folder):
+        raise UserError(
+            "it needs exactly one of folder, csv and dataset; and with csv or dataset either caption (retrieval) or "
+            "label (classification), the name of a column. The labels of a folder are the names of its folders."
+        )
     if own.prompts is not None and ("templates" in tree or own.caption):
-        beside = "caption: only classes have prompts" if own.caption else "templates: give one of them"
-        raise UserError(f"it has prompts and {beside}.")
-    wrong = next((template for template in own.templates if "{c}" not in template), None)
-    if wrong is not None:
-        raise UserError(f"the template {wrong!r} needs {{c}} where the class name goes.")
+        raise UserError("prompts are for classes, instead of templates: it has both, or a caption.")
+    if wrong := [template for template in own.templates if "{c}" not in template]:
+        raise UserError(f"the template {wrong[0]!r} needs {{c}} where the class name goes.")
     protocol, rows = PROTOCOLS[own.scored_by], "captions" if own.caption else "labels"
     if protocol.rows != rows:
         raise UserError(f"the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
     if own.metric is not None and own.metric not in protocol.scores:
         raise UserError(f"metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
     return own
-
-
-def task_of(key: str, own: OwnTask) -> Task:
-    """The task that an entry of the YAML describes."""
-    metric = own.metric or PROTOCOLS[own.scored_by].scores[0]
-    return Task(key, own.name or key, protocol=own.scored_by, main_metric=metric)
 
 
 def place_of(own: OwnTask, base: Path) -> Path:
@@ -144,14 +134,10 @@ def open_own(own: OwnTask, place: Path, *, images: Path | None) -> TaskData:
     if own.folder:
         return _class_folders(own, place)
     if own.csv:
-        if not place.is_file():
-            raise TaskError(f"There is no CSV {place}.")
         table = open_csv(place, images=images or place.parent, column=own.image)
     else:
         if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
-        if not place.is_dir():
-            raise TaskError(f"There is no data set {place}: give a folder, or owner/name on the hub.")
         table = find_table(place, split=own.split)
     folder = place.parent if own.csv else place
     check_split(table, own.split)
@@ -162,32 +148,30 @@ def open_own(own: OwnTask, place: Path, *, images: Path | None) -> TaskData:
 
 def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     """Open one folder per class, in sorted order; files that are not images are refused rather than skipped."""
-    if not folder.is_dir():
-        raise TaskError(f"There is no folder {folder}.")
-    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
-        raise TaskError(f"{folder} holds no folders of classes: expected {folder.name}/CLASS/IMAGE.jpg.")
-    loose = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
-    beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES), None)
-    if beside is not None:
-        raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
-    paths, labels, first, real_folder = [], [], dict[str, Path](), functools.cache(os.path.realpath)
+
+    def is_image(path: Path) -> bool:
+        return path.suffix.lower().removeprefix(".") in FORMAT_SUFFIXES
+
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    classes = [path for path in entries if path.is_dir()]
+    loose = [path.name for path in entries if is_image(path) and not path.is_dir()]
+    if loose or not classes:
+        what = f"{loose[0]} beside its folders of classes" if loose else "no folders of classes"
+        raise TaskError(f"{folder} holds {what}: expected {folder.name}/CLASS/IMAGE.jpg.")
+    labels, first, real_folder = list[int](), dict[str, Path](), functools.cache(os.path.realpath)
     for label, class_folder in enumerate(classes):
         files = files_below(class_folder)
-        broken = next((path for path in files if not path.is_file()), None)
-        if broken is not None:
-            raise TaskError(f"{broken} is a link to nothing, or no file: its image is missing.")
-        strange = [p for p in files if p.suffix.lower().removeprefix(".") not in FORMAT_SUFFIXES]
+        strange = [path.name for path in files if not (is_image(path) and path.is_file())]
         if strange or not files:
-            what = f"{strange[0].name}, which is not an image" if strange else "no image"
+            what = f"{strange[0]}, which is not an image, or a link to nothing" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(FORMAT_SUFFIXES)}): give images only.")
         for path in files:
             real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
             if (other := first.setdefault(real, path)) is not path:
                 raise TaskError(f"{path} and {other} are one file, and an image counts once, in one class: remove one.")
-        paths += files
         labels += [label] * len(files)
-    data = TaskData(folder, "class folders", StoredImages(paths, list(map(str, paths))), tuple(paths))
+    images = StoredImages([(path, str(path)) for path in first.values()])
+    data = TaskData(folder, "class folders", images, images.files)
     return _classified(data, own, [path.name for path in classes], labels)
 
 
@@ -195,15 +179,13 @@ def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
     column, label = column_of(table, own.image), column_of(table, own.label or "")
     values = [as_label(value, where=table.row_name(row)) for row, value in enumerate(table.values(label))]
-    empty = next((row for row, value in enumerate(values) if not value), None)
-    if empty is not None:
-        raise TaskError(f"{table.row_name(empty)} has no {label}.")
+    if "" in values:
+        raise TaskError(f"{table.row_name(values.index(''))} has no {label}.")
     stored = table.class_names(label)
     classes, labels = number_labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
-    pictures = table.pictures(column)
-    images, files = TableImages(table, column, pictures), (*table.files, *files_of(pictures))
+    images = table.pictures(column)
     check_repeated(images, labels, one_label=True)
-    data = TaskData(folder, table.layout, images, files, columns=(column, label))
+    data = TaskData(folder, table.layout, images, (*table.files, *images.files), columns=(column, label))
     return _classified(data, own, classes, labels, stored=stored)
 
 
@@ -248,18 +230,15 @@ def number_labels(
     strange = [row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value)]
     if strange and not stored:
         if len(strange) < len(values) and all(_is_number(values[row]) for row in strange):
-            row = strange[0]
-            raise TaskError(
-                f"{where(row)}: {plain(values[row], longest=60)} is not the number of a class, as the other labels are."
-            )
+            shown = plain(values[strange[0]], longest=60)
+            raise TaskError(f"{where(strange[0])}: {shown} is not the number of a class, as the other labels are.")
         names = sorted(set(values))
         position = {name: number for number, name in enumerate(names)}
         return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
-    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
-    if wrong is not None:
-        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
-        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
+    if wrong := [row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most]:
+        hint = f"0 to {most - 1:,} are allowed; -1 means that the split has no labels"
+        raise TaskError(f"{where(wrong[0])}: {values[wrong[0]][:40]} is not the number of a class ({hint}).")
     labels = [int(value) for value in values]
     return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
 
@@ -286,9 +265,7 @@ def _classified(
         names = [given.get(label, given.get(name, name)) for label, name in zip(classes, names, strict=True)]
     elif given is not None:
         if len(given) != len(classes):
-            raise TaskError(
-                f"{data.folder}: classnames has {len(given)} names, but the data has {len(classes)} classes."
-            )
+            raise TaskError(f"{data.folder}: classnames has {len(given)} names, the data {len(classes)} classes.")
         names = given
     first: dict[str, str] = {}
     for label, name in zip(classes, names, strict=True):

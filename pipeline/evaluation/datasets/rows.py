@@ -9,21 +9,12 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from pipeline.evaluation.datasets.open_tables import find_table
-from pipeline.evaluation.datasets.tables import Picture, Table, TableImages, as_list, as_text, files_of
-from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError, plain
+from pipeline.evaluation.datasets.tables import Table, as_list, as_text
+from pipeline.evaluation.datasets.task_data import Instance, StoredImages, TaskData, TaskError, plain
 
 WINOGAVIL = ("candidates", "cue", "associations")
 CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
-
-
-def open_rows(protocol: str, folder: Path) -> TaskData:
-    """Open a retrieval or association task of the benchmark from a folder."""
-    retrieval = protocol == "retrieval"
-    table = find_table(folder, csv_columns=() if retrieval else WINOGAVIL)
-    check_split(table, "test")
-    return retrieval_rows(table, folder) if retrieval else _association_rows(table, folder)
 
 
 def check_split(table: Table, split: str) -> None:
@@ -41,8 +32,8 @@ def check_split(table: Table, split: str) -> None:
             )
 
 
-def check_repeated(images: TableImages, about: Sequence[object], *, one_label: bool = False) -> None:
-    """Check that no row was copied: the same image, see `identity`, with the same label or captions counts once.
+def check_repeated(images: StoredImages, about: Sequence[object], *, one_label: bool = False) -> None:
+    """Check that no row was copied: an image with the same label or captions counts once.
 
     With `one_label` an image must not have two labels in two rows either.
     """
@@ -67,10 +58,7 @@ def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | Non
     one image.
     """
     image, caption = (column_of(table, name) for name in columns or ("image", "caption"))
-    pictures = table.pictures(image)
-    rows = TableImages(table, image, pictures)
-    captions: dict[object, list[str]] = {}
-    first: list[Picture] = []
+    rows, first, captions = table.pictures(image), list[int](), dict[object, list[str]]()
     for row, text in enumerate(table.values(caption)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
@@ -79,43 +67,48 @@ def retrieval_rows(table: Table, folder: Path, *, columns: tuple[str, str] | Non
             )
         earlier = captions.setdefault(rows.identity(row) if columns else row, [])
         if not earlier:
-            first.append(pictures[row])
+            first.append(row)
         elif set(own) <= set(earlier):
             raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
         earlier += own
-    images, texts = TableImages(table, image, first), tuple(map(tuple, captions.values()))
+    images, texts = rows.part(first), tuple(map(tuple, captions.values()))
     check_repeated(images, texts)
-    files = (*table.files, *files_of(pictures))
+    files = (*table.files, *rows.files)
     return TaskData(folder, table.layout, images, files, columns=columns or (), captions=texts)
 
 
-def _association_rows(table: Table, folder: Path) -> TaskData:
+def association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
     cues = [as_text(v, where=table.row_name(row)) for row, v in enumerate(table.values(column_of(table, "cue")))]
     rows = list(zip(_lists(table, "candidates"), cues, _lists(table, "associations"), strict=True))
     for row, (candidates, cue, truth) in enumerate(rows):
-        _check_instance(table.row_name(row), candidates, cue, truth)
+        names = {name for name in candidates if name.strip()}
+        whole = len(names) == len(candidates) in CANDIDATES and truth and names.issuperset(truth)
+        if not (whole and cue.strip()):
+            raise TaskError(
+                f"{table.row_name(row)} has the cue {plain(cue, longest=60)!r}, {len(names)} different candidates and "
+                f"{len(truth)} associations, {len(names & {*truth})} of them among its candidates, but an instance of "
+                f"WinoGAViL has {', '.join(map(str, CANDIDATES))} candidates. It is incomplete: fetch the table again."
+            )
     columns, seen = (name for name in table.columns if name != "candidate_images"), dict[str, int]()
     for row, values in enumerate(zip(*map(table.values, columns), strict=True)):
         if (first := seen.setdefault(repr(values), row)) != row:
             raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
     # In a CSV the candidates' names are those of the images.
     column = column_of(table, "candidates" if table.is_csv else "candidate_images")
-    pictures = table.pictures(column, counts=[len(candidates) for candidates, _, _ in rows])
-    everything = TableImages(table, column, pictures)
-    numbers, distinct, positions = dict[bytes, int](), list[Picture](), list[int]()
-    for index, picture in enumerate(pictures):
-        digest = hashlib.sha256(everything.read(index)).digest()
-        positions.append(numbers.setdefault(digest, len(distinct)))
-        if positions[-1] == len(distinct):
-            distinct.append(picture)
-    of_rows = iter(positions)
+    images = table.pictures(column, counts=[len(candidates) for candidates, _, _ in rows])
+    first_of = dict[bytes, int]()
+    of_digests = [hashlib.sha256(images.read(index)).digest() for index in range(len(images))]
+    for index, digest in enumerate(of_digests):
+        first_of.setdefault(digest, index)
+    numbers = {digest: number for number, digest in enumerate(first_of)}
+    of_rows = (numbers[digest] for digest in of_digests)
     instances = tuple(
         Instance(cue, tuple(islice(of_rows, len(candidates))), tuple(name in truth for name in candidates))
         for candidates, cue, truth in rows
     )
-    files = (*table.files, *files_of(pictures))
-    return TaskData(folder, table.layout, TableImages(table, column, distinct), files, instances=instances)
+    files = (*table.files, *images.files)
+    return TaskData(folder, table.layout, images.part(first_of.values()), files, instances=instances)
 
 
 def _lists(table: Table, column: str) -> list[list[str]]:
@@ -128,27 +121,6 @@ def _lists(table: Table, column: str) -> list[list[str]]:
         if str(count).strip() and len(lists[row]) != count:
             raise TaskError(f"{table.row_name(row)} has {len(lists[row])} {column}, but its {counts} says {count}.")
     return lists
-
-
-def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequence[str]) -> None:
-    if not cue.strip():
-        raise TaskError(f"{where} has no cue.")
-    if not all(name.strip() for name in candidates):
-        raise TaskError(f"{where} has a candidate without a name. The row is incomplete: fetch the table again.")
-    if not truth:
-        raise TaskError(f"{where} has no associations.")
-    strange = [name for name in truth if name not in candidates]
-    if strange:
-        raise TaskError(
-            f"{where}: the association {plain(repr(strange[0]), longest=60)} is not among its {len(candidates)} "
-            "candidates. The row is incomplete: fetch the table again."
-        )
-    if len(candidates) not in CANDIDATES or len(set(candidates)) < len(candidates):
-        twice = "" if len(set(candidates)) == len(candidates) else ", some of them twice"
-        raise TaskError(
-            f"{where} has {len(candidates)} candidates{twice}, but WinoGAViL's instances have "
-            f"{', '.join(map(str, CANDIDATES))}. The row is damaged: fetch the table again."
-        )
 
 
 def column_of(table: Table, name: str) -> str:

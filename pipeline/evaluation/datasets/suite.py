@@ -14,11 +14,11 @@ from typing import Any
 
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, official_folder
-from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
-from pipeline.evaluation.datasets.rows import open_rows
+from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
+from pipeline.evaluation.datasets.open_tables import find_table
+from pipeline.evaluation.datasets.own_tasks import HUB, TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks
+from pipeline.evaluation.datasets.rows import WINOGAVIL, association_rows, check_split, retrieval_rows
 from pipeline.evaluation.datasets.task_data import (
-    ACCEPT,
     COUNTS,
     FACTS_NAME,
     TaskData,
@@ -30,6 +30,7 @@ from pipeline.evaluation.datasets.task_data import (
     reading,
 )
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
+from pipeline.evaluation.protocol import PROTOCOLS
 
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
@@ -54,17 +55,12 @@ class Entry:
     images: Path | None = None
     """The folder of its images, where that is another one."""
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the place of the data exists; a data set on the hub, which is fetched when it is opened, counts."""
-        return self.folder is not None and (self.folder.exists() or self.folder.parent.name == HUB)
-
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Name and path of every file in the places of the task, in a fixed order."""
+        """Name and path of what is in the places of the task, in a fixed order; links to nothing are left out."""
         places = [self.folder, self.images] if self.folder is not None and self.folder.exists() else []
         for root in filter(None, places):
             for path in [root] if root.is_file() else files_below(root):
-                if path.is_file():
+                if path.exists():
                     yield (path.name if path == root else path.relative_to(root).as_posix()), path
 
 
@@ -84,20 +80,6 @@ class Suite:
         """The keys of the whole suite."""
         return tuple(entry.task.key for entry in self.whole)
 
-    def check_places(self) -> None:
-        """Check that the data of all tasks of a `tasks.yaml` is where it says, before any of them is evaluated.
-
-        Raises:
-            UserError: Some place does not exist; it may be misspelt.
-        """
-        missing = [entry for entry in self.entries if entry.own is not None and not entry.is_there]
-        if missing:
-            shown = "; ".join(f"{entry.task.key}: {entry.folder}" for entry in missing[:5])
-            raise UserError(
-                f"The data of {len(missing)} of {len(self.entries)} tasks is not where their {TASKS_NAME} says "
-                f"({shown}). Paths are relative to the YAML file. Nothing was evaluated."
-            )
-
     def only(self, keys: Sequence[str]) -> Suite:
         """The named tasks, in the order of the suite.
 
@@ -114,83 +96,82 @@ class Suite:
         wanted = {known[key] for key in keys}
         return replace(self, entries=tuple(entry for entry in self.entries if entry.task.key in wanted))
 
-    def with_lost(self, keys: Sequence[str]) -> Suite:
-        """The suite, extended by tasks that it once had and whose data is gone."""
-        problem = (
-            "was a task of this suite when it was first evaluated here, but its data is no longer there. Restore it or "
-            f"its entry. {ACCEPT}"
-        )
-        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}") for key in keys)
-        return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
-
-def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
+def open_suite(
+    suite: str | Path, *, data: str | Path | None = None, tasks: Sequence[str] = (), partial: bool = False
+) -> Suite:
     """Find a suite.
 
     Args:
         suite: A folder of tasks, taken as it is; a YAML file that describes tasks; `datacomp`, the official benchmark,
             whose 38 tasks must all be there with the official counts; or the name of a folder below `data`.
         data: Where named suites are; by default $NEUCLIP_EVALUATION_DATA.
+        tasks: The keys of those that are evaluated; by default all.
+        partial: Also where the data of a task that a `tasks.yaml` describes is not there.
 
     Raises:
-        UserError: There is no such folder, it holds no task, or its description is wrong.
+        UserError: There is no such folder, it holds no task, its description is wrong, or data is not there.
     """
     path, data = Path(suite), data or os.environ.get(DATA_VARIABLE)
     official = str(suite) == OFFICIAL
     with reading(path):
         if path.suffix in (".yaml", ".yml") and path.is_file():
-            described = _without_clashes(_described(path, {}))
-            return Suite(path.stem, path.parent, described, described)
-        if not path.is_dir() and data:
-            path = Path(data, suite)
-            if official and not path.is_dir():
-                path = Path(data)
-        if not path.is_dir():
-            raise UserError(
-                f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML file of "
-                f"tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
-            )
-        entries = _without_clashes(_entries(path, official=official))
+            name, folder, entries = path.stem, path.parent, _described(path, {})
+        else:
+            if not path.is_dir() and data:
+                path = Path(data, suite)
+                path = Path(data) if official and not path.is_dir() else path
+            if not path.is_dir():
+                raise UserError(
+                    f"There is no suite {plain(suite, longest=200)!r}: give a folder of tasks (wds_*_test), a YAML "
+                    f"file of tasks, or the name of a folder below --data or ${DATA_VARIABLE} ({data or 'not set'})."
+                )
+            name, folder = OFFICIAL if official else path.resolve().name, path
+            entries = _entries(path, official=official)
     if not any(entry.folder for entry in entries):
         raise UserError(f"{path} holds no evaluation task: expected folders such as wds_cifar10_test, or {TASKS_NAME}.")
-    return Suite(OFFICIAL if official else path.resolve().name, path, entries, entries)
+    stems = Counter([*OTHER_FILES, *(entry.task.stem.lower() for entry in entries)])
+    if same := [entry.task.key for entry in entries if stems[entry.task.stem.lower()] > 1]:
+        raise UserError(
+            f"{path}: the results of {' and '.join(same)} would be written to the same file, or to one with another "
+            "purpose: rename a task."
+        )
+    opened = Suite(name, folder, tuple(entries), tuple(entries))
+    opened = opened.only(tasks) if tasks else opened
+    described = [(entry.task.key, entry.folder) for entry in opened.entries if entry.own is not None and entry.folder]
+    # What is on the hub is fetched when it is opened.
+    missing = [f"{key}: {place}" for key, place in described if not place.exists() and place.parent.name != HUB]
+    if missing and not partial:
+        raise UserError(
+            f"The data of {len(missing)} of {len(opened.entries)} tasks is not where their {TASKS_NAME} says "
+            f"({'; '.join(missing[:5])}). Paths are relative to the YAML file. Nothing was evaluated."
+        )
+    return opened
 
 
-def index_folders(folder: Path) -> dict[str, list[Path]]:
-    """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
-    folders: dict[str, list[Path]] = {}
-    tops = _folders(folder)
-    for path in (folder, *tops, *(deep for top in tops for deep in _folders(top))):
-        for name in {_normal(path.name), _normal(path.relative_to(folder).as_posix())}:
-            folders.setdefault(name, []).append(path)
-    return folders
+def spellings(folder: Path) -> dict[Path, set[str]]:
+    """The normalised names of a suite's folder, its folders and those one level deeper, by themselves and as paths."""
+    paths = (folder, *sorted(folder.glob("[!.]*/")), *sorted(folder.glob("[!.]*/[!.]*/")))
+    return {path: {_normal(path.name), _normal(path.relative_to(folder).as_posix())} for path in paths}
 
 
-def find_folders(task: Task, index: Mapping[str, list[Path]]) -> list[Path]:
-    """Every folder that holds the task; folders without data count only if there is no other."""
-    short = task.key.split("/", 1)[-1]
-    named = [path for name in map(_normal, (task.key, short, *task.folders)) for path in index.get(name, ())]
-    if task.protocol != "classification":
-        # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
-        ending = f"-{_normal(short)}"
-        named += [path for name, paths in sorted(index.items()) if name.endswith(ending) for path in paths]
-    distinct = list(dict.fromkeys(named))
-    filled = [path for path in distinct if _has_data(task, path)]
+def find_folders(task: Task, names: Mapping[Path, set[str]]) -> list[Path]:
+    """Every folder that holds the task; a folder without data counts only if there is no other."""
+    short, is_table = task.key.split("/", 1)[-1], task.protocol != "classification"
+    known = {_normal(name) for name in (task.key, short, *task.folders)}
+
+    def is_named(name: str) -> bool:
+        # Hub downloads of tables carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
+        return name in known or (is_table and name.endswith(f"-{_normal(short)}"))
+
+    def has_data(path: Path) -> bool:
+        tables = is_table and (file.suffix in (".arrow", ".parquet", ".csv") for file in files_below(path))
+        return is_webdataset(path) or bool(tables and any(tables))
+
+    named = [path for path, spelt in names.items() if any(map(is_named, spelt))]
+    filled = [path for path in named if has_data(path)]
     # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
-    return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
-
-
-def _has_data(task: Task, path: Path) -> bool:
-    if is_webdataset(path) or task.protocol == "classification":
-        return is_webdataset(path)
-    return any(file.suffix in (".arrow", ".parquet", ".csv") for file in files_below(path))
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except PermissionError:
-        return []
+    return [path for path in filled if not any(path in other.parents for other in filled)] or named[:1]
 
 
 def _normal(name: str) -> str:
@@ -220,12 +201,17 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
         elif task.protocol == "classification":
             raise TaskError(f"{folder} has no supported layout for {task.key}: expected test/nshards.txt and tars.")
         else:
-            data = open_rows(task.protocol, folder)
-        others = [path for path in data.files if path not in facts and path.exists() and not path.is_file()]
-        if others:
-            raise TaskError(f"{others[0]} is no file: reading a pipe or a device would not end.")
+            retrieval = task.protocol == "retrieval"
+            table = find_table(folder, csv_columns=() if retrieval else WINOGAVIL)
+            check_split(table, "test")
+            data = (retrieval_rows if retrieval else association_rows)(table, folder)
+        places = [folder if folder.is_dir() else folder.parent, *filter(None, [entry.images])]
+        if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
+            places += [cache / "downloads" for cache in data.files[0].absolute().parents[4:5]]
+        if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to those in blobs/
+            places.append(folder.parent.parent)
         if not allow_outside:
-            check_inside(data.files, _places(entry, data, folder))
+            check_inside(data.files, places)
         data = replace(data, facts={path: facts.get(path) or file_facts(path) for path in data.files})
     for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
@@ -238,22 +224,24 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep", allow_outside: 
     return data
 
 
-def _places(entry: Entry, data: TaskData, folder: Path) -> list[Path]:
-    """The folders in which a task's files may be."""
-    places = [folder if folder.is_dir() else folder.parent]
-    if entry.images:
-        places.append(entry.images)
-    if data.layout == "datasets cache":  # CACHE/owner___name/config/version/digest/*.arrow
-        places += [cache / "downloads" for cache in data.files[0].absolute().parents[4:5]]
-    if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to those in blobs/
-        places.append(folder.parent.parent)
-    return places
+def read_fetched(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `neuclip evalsets` has fetched into a folder, by task: repository, commit, samples and files.
 
-
-def is_official(entry: Entry, data: TaskData) -> bool:
-    """Whether the data has the official counts of a task in the table."""
-    task = TASKS.get(entry.task.key)
-    return task is not None and data.samples == task.samples and task.classes in (None, data.counts.get("classes"))
+    Raises:
+        UserError: The record is damaged.
+    """
+    path = folder / FETCHED_NAME
+    try:
+        fetched = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        for facts in fetched.values():
+            if not {"repo", "commit", "samples"} <= set(facts) or not all(f["sha256"] for f in facts["files"].values()):
+                raise ValueError("it is not a record of fetched sets")
+        return fetched
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}). Move it away and run `neuclip evalsets {folder}` again: files that agree "
+            "with the source are not fetched again, but sets that were updated since come in their newest state."
+        ) from error
 
 
 def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
@@ -264,34 +252,31 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: A file is damaged.
     """
-    path = folder / FETCHED_NAME
+    facts = {
+        key: {"samples": entry["samples"], "sha256": {name: f["sha256"] for name, f in entry["files"].items()}}
+        for key, entry in read_fetched(folder).items()
+    }
+    path = folder / FACTS_NAME
     try:
-        fetched = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        facts = {
-            key: {"samples": entry["samples"], "sha256": {name: f["sha256"] for name, f in entry["files"].items()}}
-            for key, entry in fetched.items()
-        }
-        path = folder / FACTS_NAME
-        own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
-        for key, task in own.items():
+        recorded = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
+        for key, task in recorded.items():
             wrong = [name for name in COUNTS if type(task.get(name, 0)) is not int]
             others = task.keys() - {*COUNTS, "sha256"}  # for readers of the file, but a misspelt count checks nothing
             wrong += [name for name in others if difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)]
             if wrong or not all(isinstance(digest, str) for digest in task.get("sha256", {}).values()):
                 raise ValueError(f"{key}: allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
-        return facts | own
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
-        ) from error
+        shown = plain(repr(error), longest=200)
+        raise UserError(f"{path} is damaged ({shown}): make or fetch the suite again.") from error
+    return facts | recorded
 
 
 def _entries(folder: Path, *, official: bool) -> list[Entry]:
     """The benchmark's tasks; or those that exist, own ones in its layout, and those of tasks.yaml and suite.json."""
-    index, facts = index_folders(folder), read_facts(folder)
+    names, facts = spellings(folder), read_facts(folder)
     entries, taken, own = [], set[Path](), dict[str, list[Path]]()
     for task in DATACOMP:
-        folders, expected = find_folders(task, index), facts.get(task.key, {})
+        folders, expected = find_folders(task, names), facts.get(task.key, {})
         if official:
             counts = {"samples": task.samples, **({"classes": task.classes} if task.classes else {})}
             expected = {**counts, **{name: digests for name, digests in expected.items() if name == "sha256"}}
@@ -301,7 +286,7 @@ def _entries(folder: Path, *, official: bool) -> list[Entry]:
     if official:
         return entries
     by_stem = {key.replace("/", "-"): key for key in facts}
-    for path in sorted(path for path in {p for paths in index.values() for p in paths} - taken if is_webdataset(path)):
+    for path in sorted(path for path in names if path not in taken and is_webdataset(path)):
         stem = path.name.removeprefix("wds_").removesuffix("_test")
         own.setdefault(by_stem.get(stem, stem), []).append(path)
     for key, paths in own.items():  # which kind they are of is read from the folder
@@ -316,9 +301,8 @@ def _entries(folder: Path, *, official: bool) -> list[Entry]:
 
 
 def _entry(task: Task, folders: Sequence[Path], expected: Mapping[str, Any]) -> Entry:
-    problem = ""
+    problem, names = "", " and ".join(map(str, folders[:4]))
     if len(folders) > 1:
-        names = " and ".join(str(path) for path in folders[:4])
         problem = f"{task.key} has {len(folders)} folders: {names}. Which one counts? Remove or rename the others."
     return Entry(task, folders[0] if folders else None, expected, problem=problem)
 
@@ -327,21 +311,8 @@ def _described(path: Path, facts: Mapping[str, Mapping[str, Any]]) -> list[Entry
     """The tasks of a `tasks.yaml`."""
     entries, base = [], path.parent
     for key, own in read_own_tasks(path).items():
+        metric = own.metric or PROTOCOLS[own.scored_by].scores[0]
+        task = Task(key, own.name or key, protocol=own.scored_by, main_metric=metric)
         images = base / own.images if own.images else None
-        entries.append(Entry(task_of(key, own), place_of(own, base), facts.get(key, {}), own=own, images=images))
+        entries.append(Entry(task, place_of(own, base), facts.get(key, {}), own=own, images=images))
     return entries
-
-
-def _without_clashes(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Entries whose results would be written to one file, or to one with another purpose, cannot be scored."""
-    stems = Counter(entry.task.stem.lower() for entry in entries)
-    checked = []
-    for entry in entries:
-        stem, problem = entry.task.stem.lower(), entry.problem
-        if stem in OTHER_FILES:
-            problem = f"{entry.task.key}.json beside the results has another purpose: give the task another name."
-        elif stems[stem] > 1 and not problem:
-            others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == stem)
-            problem = f"{others} would write their results to the same file ({entry.task.stem}.json): rename one."
-        checked.append(replace(entry, problem=problem))
-    return tuple(checked)

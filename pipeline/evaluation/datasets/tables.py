@@ -7,13 +7,11 @@ would apply the EXIF rotation, which the benchmark does not.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -51,16 +49,6 @@ def parquet_cells(files: Sequence[Path], column: str, first: int) -> Iterator[tu
                     if at != start + rows:
                         raise ValueError(f"{at - start} of the {rows} rows of row group {group} can be read")
                 start += rows
-
-
-class Picture(NamedTuple):
-    """An image of a table."""
-
-    row: int
-    position: int | None
-    """In the row's list of images; None when the row has one image."""
-    source: Path | tuple[Path, str] | None
-    """Its file, or archive and member; None when its bytes are in the cell."""
 
 
 class Table:
@@ -108,14 +96,15 @@ class Table:
         """The names that are stored for a label column; empty when there are none."""
         return tuple(getattr(self._features[column], "names", ()) or ())
 
-    def values(self, column: str) -> list[Any]:
-        """A column without images, as plain values."""
-        return list(self._items(column))
+    def values(self, column: str) -> Iterator[Any]:
+        """A column as plain values."""
+        for _, cells in self._read(column):
+            yield from cells.to_pylist()
 
-    def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> list[Picture]:
+    def pictures(self, column: str, *, counts: Sequence[int] | None = None) -> StoredImages:
         """The images of all rows, of which each must have as many as `counts` says, by default one."""
         pictures = []
-        for row, cell in enumerate(self._items(column)):
+        for row, cell in enumerate(self.values(column)):
             items = as_list(cell, where=self.row_name(row)) if isinstance(cell, str) else cell
             items = items if isinstance(items, list) else [items]
             wanted = counts[row] if counts else 1
@@ -125,11 +114,17 @@ class Table:
                 )
             for k, item in enumerate(items):
                 position = k if isinstance(cell, list) or wanted > 1 else None
-                pictures.append(Picture(row, position, self._source(item, row, column)))
-        return pictures
+                place = self._file(item, row, column) or (self, column, row, position)
+                name = column if position is None else f"{column}[{position}]"
+                pictures.append((place, f"{name} of {self.row_name(row)}"))
+        if not pictures:
+            raise TaskError(f"{self.name} holds no rows at all.")
+        return StoredImages(pictures)
 
-    def _source(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
-        """Where an image is: bytes, or a mapping of its bytes and its path, one of them null, or a name."""
+    def _file(self, name: Any, row: int, column: str) -> Path | tuple[Path, str] | None:
+        """The file, or archive and member, of an image, None where its cell has its bytes. A cell holds bytes, a name,
+        or a mapping of bytes and path, one of them null.
+        """
         if isinstance(name.get("bytes") if isinstance(name, Mapping) else name, bytes):
             return None
         if isinstance(name, Mapping):
@@ -157,10 +152,6 @@ class Table:
         value = (cell if position is None else cell.values[position]).as_py()
         return value["bytes"] if isinstance(value, Mapping) else value
 
-    def _items(self, column: str) -> Iterator[Any]:
-        for _, cells in self._read(column):
-            yield from cells.to_pylist()
-
     def _read(self, column: str, first: int = 0) -> Iterator[tuple[int, Any]]:
         try:
             for start, cells in self._cells(column, first):
@@ -168,34 +159,6 @@ class Table:
                 yield start, cells
         except Exception as error:  # a damaged file can raise any of a dozen exception types
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
-
-
-class TableImages(StoredImages):
-    """Some images of a table."""
-
-    def __init__(self, table: Table, column: str, pictures: Sequence[Picture]) -> None:
-        if not pictures:
-            raise TaskError(f"{table.name} holds no rows at all.")
-        cells = [f"{column}{'' if place is None else f'[{place}]'}" for _, place, _ in pictures]
-        names = [f"{cell} of {table.row_name(picture.row)}" for cell, picture in zip(cells, pictures, strict=True)]
-        super().__init__([picture.source for picture in pictures], names)
-        self._table, self._column, self._pictures = table, column, list(pictures)
-
-    def read(self, index: int) -> bytes:
-        row, position, source = self._pictures[index]
-        return super().read(index) if source else self._table.image(self._column, row, position)
-
-    def identity(self, index: int) -> object:
-        """What rows with the same image have in common: its bytes, or the file that they name, also through links."""
-        source = self._pictures[index].source
-        if isinstance(source, Path):
-            return os.path.realpath(source)
-        return source or hashlib.sha256(self.read(index)).digest()
-
-
-def files_of(pictures: Sequence[Picture]) -> tuple[Path, ...]:
-    """The files of images that a table only names."""
-    return tuple(dict.fromkeys(picture.source for picture in pictures if isinstance(picture.source, Path)))
 
 
 def locate(path: str, folder: Path) -> Path:

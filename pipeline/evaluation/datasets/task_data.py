@@ -5,8 +5,10 @@ What is recorded with a suite's data is in `suite.json` (counts and digests) and
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,30 +50,48 @@ class StoredImages:
     """Encoded images by index; picklable, and cheap to open again in another process.
 
     Args:
-        places: The file of each image; or the file and the first byte and size in it; or a zip archive and a member.
-        names: Where each image is, for messages.
+        pictures: Where each image is: its file; a file and the first byte and size in it; a zip archive and a member;
+            or a `Table`, a column, a row and the position in the row's list. And what it is called in messages.
     """
 
-    def __init__(self, places: Sequence[Any], names: Sequence[str]) -> None:
-        self._places, self._names = places, names
+    def __init__(self, pictures: Sequence[tuple[Any, str]]) -> None:
+        self._pictures = pictures
         self._open: dict[Path, Any] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}  # a loader worker must not share its parent's file positions
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._pictures)
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
-        return self._names[index]
+        return self._pictures[index][1]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are an image."""
+        return tuple(dict.fromkeys(place for place, _ in self._pictures if isinstance(place, Path)))
+
+    def part(self, indices: Iterable[int]) -> StoredImages:
+        """Some of the images."""
+        return StoredImages([self._pictures[index] for index in indices])
+
+    def identity(self, index: int) -> object:
+        """What equal images have in common: their bytes in a table, or their file, also through links."""
+        place = self._pictures[index][0]
+        if isinstance(place, Path):
+            return os.path.realpath(place)
+        return place if isinstance(place[0], Path) else hashlib.sha256(self.read(index)).digest()
 
     def read(self, index: int) -> bytes:
         """Read the encoded image, or raise a `TaskError`."""
-        if isinstance(place := self._places[index], Path):
+        if isinstance(place := self._pictures[index][0], Path):
             with reading(place):
                 return read_file(place)
         path, *part = place
+        if not isinstance(path, Path):
+            return bytes(path.image(*part))
         if len(part) == 1:
             try:
                 self._open[path] = self._open.get(path) or zipfile.ZipFile(path)
@@ -150,8 +170,14 @@ class TaskData:
 
 
 def file_facts(path: Path) -> tuple[int, ...]:
-    """What changes with every change of a file's content, whoever sets its modification time."""
+    """What changes with every change of a file's content, whoever sets its modification time.
+
+    Raises:
+        TaskError: It is a pipe or a device.
+    """
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise TaskError(f"{path} is no file: reading a pipe or a device would not end.")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
@@ -173,16 +199,12 @@ def read_text(path: Path) -> str:
     with reading(path):
         try:
             content = read_bounded(path)
+            if wrong := other_encoding(content[:4]) or ("holds zero bytes" if b"\0" in content else ""):
+                raise ValueError(f"it {wrong}")
+            return content.decode("utf-8-sig")
         except ValueError as error:
-            raise TaskError(f"{path} is {error}, more than a text of a task has: is it another file?") from error
-    if wrong := other_encoding(content[:4]):
-        raise TaskError(f"{path} {wrong}")
-    if b"\0" in content:
-        raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8 ({error}): it is damaged, or must be converted.") from error
+            what = "is damaged, must be converted to UTF-8, or is another file than a task has"
+            raise TaskError(f"{path} {what}: {error}.") from error
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
@@ -238,20 +260,17 @@ def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
     return text if len(text) <= longest else f"{text[: longest - 40]} ... ({len(text):,} characters)"
 
 
-def check_digests(
-    key: str, files: Mapping[str, str], expected: Mapping[str, str], *, folder: Path | None, written: str
-) -> None:
-    """Compare the digests of a task's files, by name, with those that were recorded for them where `written` says.
+def check_digests(key: str, files: Mapping[str, str], expected: Mapping[str, str], *, folder: Path | None) -> None:
+    """Compare the digests of a task's files, by name, with those that were recorded with the data.
 
-    A recorded file that is not among those that were read must be in `folder`; None where that is an error.
+    A recorded file that is not among those that were read must be in `folder`.
     """
     wrong = [name for name in expected if name in files and files[name] != expected[name]]
-    unread = [name for name in expected if name not in files]
-    wrong += [name for name in unread if folder is None or not (folder / name).is_file()]
+    wrong += [name for name in expected if name not in files and not (folder and (folder / name).is_file())]
     if wrong:
         raise TaskError(
-            f"{key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than {written} "
-            f"({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
+            f"{key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than was recorded with "
+            f"the data ({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
         )
 
 

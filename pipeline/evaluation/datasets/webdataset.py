@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import Task
+from pipeline.evaluation.datasets.tables import as_text
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, StoredImages, TaskData, TaskError, plain, read_lines
 from pipeline.files import text_lines
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
@@ -67,8 +68,7 @@ def open_webdataset(folder: Path, task: Task, *, blank_class: BlankClass = "keep
     shards = _shards(folder)
     samples = [sample for shard in shards for sample in _read_shard(shard)]
     path_of = {str(shard): shard for shard in shards}
-    places = [(path_of[sample["__url__"]], *_image(sample)) for sample in samples]
-    images = StoredImages(places, [f"{sample['__key__']} in {sample['__url__']}" for sample in samples])
+    images = StoredImages([((path_of[s["__url__"]], *_image(s)), f"{s['__key__']} in {s['__url__']}") for s in samples])
     _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
     if is_retrieval(folder):
@@ -98,17 +98,13 @@ def _shards(folder: Path) -> tuple[Path, ...]:
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
     names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
     missing = list(islice((name for name in names if not (test / name).is_file()), 5))
-    if missing:
+    shards = () if missing else tuple(test / f"{number}.tar" for number in range(int(lines[0])))
+    surplus = sorted(path.name for path in {*test.glob("[!.]*.tar")} - {*shards})
+    if missing or surplus:
+        what = f"missing: {', '.join(missing)}" if missing else f"too many: {', '.join(surplus[:5])}"
         raise TaskError(
-            f"{test}: of the {lines[0]} shards in nshards.txt, some are missing ({', '.join(missing)}). "
-            "A score over partial data would not be this task's score: fetch them."
-        )
-    shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
-    surplus = sorted(p.name for p in {*test.glob("*.tar")} - {*shards} if not p.name.startswith("."))
-    if surplus:
-        raise TaskError(
-            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(shards) + len(surplus)} tars "
-            f"({', '.join(surplus[:5])} too many). Fetch nshards.txt again, or remove what does not belong there."
+            f"{test}: nshards.txt says {lines[0]} shards, {what}. A score over partial or other data would not be "
+            "this task's score: fetch shards and nshards.txt again, and remove what does not belong there."
         )
     return shards
 
@@ -120,25 +116,23 @@ def _read_shard(shard: Path) -> list[Sample]:
     def members() -> Iterator[dict[str, Any]]:
         with shard.open("rb") as file:
             for name, offset, size in read_members(shard):
-                data: Any = (offset, size)
                 key, suffix = base_plus_ext(name)
                 if key is None:  # it would be passed over
-                    raise TaskError(f"The shard {shard}: {name} is of no sample, its name has no suffix.")
-                if suffix.lower() in SMALL_SUFFIXES:
-                    data = os.pread(file.fileno(), size, offset)
+                    raise ValueError(f"{name} is of no sample, its name has no suffix")
+                is_small = suffix.lower() in SMALL_SUFFIXES
+                data = os.pread(file.fileno(), size, offset) if is_small else (offset, size)
                 yield {"fname": name, "data": data, "__url__": str(shard)}
 
     try:
-        samples = list(group_by_keys(members()))
+        samples = list(group_by_keys(members()))  # a ValueError for a sample with two equal members
+        keys = Counter(sample["__key__"] for sample in samples).most_common(1)
+        if not keys or keys[0][1] > 1:
+            twice = keys and f"sample {keys[0][0]} twice, or its members are not together"
+            raise ValueError(f"it holds {twice or 'no samples at all'}")
     except TaskError:
         raise
     except ValueError as error:
-        raise TaskError(f"The shard {shard} has a sample with two equal members: {plain(error.args[0])}.") from error
-    if not samples:
-        raise TaskError(f"The shard {shard} holds no samples at all: it is damaged or not the task's. Fetch it again.")
-    twice = next((key for key, count in Counter(s["__key__"] for s in samples).items() if count > 1), None)
-    if twice is not None:
-        raise TaskError(f"{shard} holds sample {twice} twice, or its members are not together.")
+        raise TaskError(f"The shard {shard} is damaged or not the task's: {plain(error.args[0])}.") from error
     return samples
 
 
@@ -146,8 +140,7 @@ def _image(sample: Sample) -> tuple[int, int]:
     """Offset and size of the image."""
     places = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
     if len(places) != 1:
-        what = "two images" if places else f"no image ({', '.join(f'.{suffix}' for suffix in IMAGE_SUFFIXES)})"
-        raise TaskError(f"{_where(sample)} has {what}.")
+        raise TaskError(f"{_where(sample)} has {'two images' if places else 'no image'} ({', '.join(IMAGE_SUFFIXES)}).")
     offset, size = places[0]
     return offset, size
 
@@ -185,10 +178,7 @@ def _label(sample: Sample) -> int:
 
 
 def _captions(sample: Sample) -> tuple[str, ...]:
-    try:
-        captions = tuple(text_lines(_member(sample, "txt").decode("utf-8")))
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{_where(sample)}: .txt is not UTF-8 ({error}).") from error
+    captions = tuple(text_lines(as_text(_member(sample, "txt"), where=_where(sample))))
     if not captions or not all(caption.strip() for caption in captions):
         raise TaskError(f"{_where(sample)}: .txt has no caption or a blank line.")
     return captions

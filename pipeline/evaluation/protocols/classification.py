@@ -125,9 +125,8 @@ class ZeroShot(Protocol):
 
     def chance(self) -> float | None:
         metric = self.task.main_metric
-        if metric.startswith("F1"):
-            return None
-        return min(1.0, (5 if "top5" in metric or metric == "acc5" else 1) / len(self.data.classnames))
+        top = 5 if "top5" in metric or metric == "acc5" else 1  # of as many classes, at least
+        return None if metric.startswith("F1") else top / len(self.data.classnames)
 
     def write_details(self, place: Path, *, outcomes: Outcomes, kept: Outcomes, texts: Tensor) -> None:
         details = class_details(outcomes, self.data.classnames)

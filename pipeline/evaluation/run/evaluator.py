@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, file_digests, plain
-from pipeline.evaluation.identity import SuiteLock, conditions, definition, identity_of
+from pipeline.evaluation.compute import TextSide
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.suite import Entry, Suite, open_task
+from pipeline.evaluation.datasets.task_data import ACCEPT, TaskData, TaskError, check_digests, file_digests, plain
+from pipeline.evaluation.identity import LOCK_NAME, SuiteLock, conditions, definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
 from pipeline.evaluation.run.images import image_pass
 from pipeline.evaluation.run.results import (
     Evaluation,
     TaskResult,
-    lock_path,
-    make_output,
+    make_folders,
     output_folders,
     read_outcomes,
     read_result,
@@ -34,6 +35,7 @@ from pipeline.evaluation.run.results import (
 )
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.run_files import PREFIX
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
@@ -66,29 +68,27 @@ def prepare(
         UserError: Results cannot be written, or a lock is damaged.
     """
     folders = output_folders([model.source for model in models], output)
-    paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
+    several = output is not None and len(models) > 1
 
-    session.on_main(lambda: [make_output(folder) for folder in folders])
+    def lock_path(folder: Path) -> Path:
+        """One lock for all checkpoints of a run or of a call, else beside the results."""
+        shared = several or (folder.name.startswith(PREFIX) and folder.parent.name == "evaluation")
+        return (folder.parent if shared else folder) / LOCK_NAME
+
+    paths = list(map(lock_path, folders))
+    session.on_main(lambda: make_folders(folders))
     locks = session.on_main(lambda: {path: SuiteLock.read(path) for path in paths})
     if len(suite.entries) == len(suite.keys) and not session.config.relock:
-        suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
+        problem = f"was a task of this suite when first evaluated here, and its data is no longer there. {ACCEPT}"
+        keys = dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}") for key in keys)
+        suite = replace(suite, entries=(*suite.entries, *lost), whole=(*suite.whole, *lost))
     conditions_of = session.on_main(lambda: [conditions(model, session) for model in models])
     evaluations = [
         Evaluation(model, folder, locks[path], conditions=same)
         for model, folder, path, same in zip(models, folders, paths, conditions_of, strict=True)
     ]
     return evaluations, suite
-
-
-@dataclass(frozen=True)
-class OpenedTask:
-    """A task whose data has been opened and checked."""
-
-    entry: Entry
-    data: TaskData
-    files: Mapping[str, str]
-    """Digests of the data's files, by name."""
-    protocol: Protocol
 
 
 class Evaluator:
@@ -121,45 +121,49 @@ class Evaluator:
         session, key = self.session, entry.task.key
         session.world.progress()
         started = time.perf_counter()
-        opened = self._open(entry)
-        inputs = [identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations]
+        data, files, protocol = self._open(entry)
+        inputs = [identity_of(e.conditions, entry, data, files=files) for e in self.evaluations]
         # The first process decides what is reused, so that all agree.
         stored = session.on_main(lambda: [self._stored(evaluation.path(entry)) for evaluation in self.evaluations])
         texts: dict[int, Tensor] = {}
         for index, evaluation in enumerate(self.evaluations):
             with self._failing(entry, evaluation):
                 if not session.config.relock:
-                    evaluation.lock.check(key, opened.data, opened.files)
+                    evaluation.lock.check(key, data, files)
                 result = stored[index]
                 if result is not None and result.task == key and result.inputs == inputs[index]:
                     evaluation.results[key] = result
                     evaluation.reused.add(key)
                 else:
-                    texts[index] = self._texts(index, opened)
+                    texts[index] = self._texts(index, protocol.texts, reused=bool(data.classnames))
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            kept, failed = image_pass(session, data=opened.data, protocol=opened.protocol, models=models, texts=texts)
+            kept, failed = image_pass(session, data=data, protocol=protocol, models=models, texts=texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
             for index, parts in kept.items():
                 session.world.progress()
                 evaluation = self.evaluations[index]
-                score = partial(_score, opened, evaluation.path(entry), parts, texts=texts[index], inputs=inputs[index])
+                score = partial(_score, entry.task, data, protocol, path=evaluation.path(entry), kept=parts)
+                score = partial(score, texts=texts[index], inputs=inputs[index])
                 with self._failing(entry, evaluation):
                     evaluation.results[key] = session.on_main(score)
-            seconds, images = time.perf_counter() - started, len(opened.data.images)
+            seconds, images = time.perf_counter() - started, len(data.images)
             speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
             for index in kept:
                 self.evaluations[index].timings[key] = {**speed, "checkpoints": len(models)}
-        self._lock(opened, suite)
+        # Record the data of a task that was scored.
+        relock, locks = session.config.relock, [e.lock for e in self.evaluations if key in e.results]
+        changed = [lock for lock in locks if lock.add(key, data, files) or relock]
+        session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
 
     def _stored(self, path: Path) -> TaskResult | None:
         """A result whose outcomes are whole, unless everything is computed again."""
         result = None if self.session.config.recompute else read_result(path)
         return result if result is not None and read_outcomes(path, result.outcomes) is not None else None
 
-    def _open(self, entry: Entry) -> OpenedTask:
-        """Open and check a task; the processes share the hashing of its files."""
+    def _open(self, entry: Entry) -> tuple[TaskData, dict[str, str], Protocol]:
+        """A task's data, checked, and the digests of its files by name; the processes share the hashing."""
         session, config, key = self.session, self.session.config, entry.task.key
         data = session.together(
             lambda: open_task(entry, blank_class=config.blank_class, allow_outside=config.allow_outside)
@@ -167,37 +171,28 @@ class Evaluator:
         digests = session.share(lambda number: file_digests([data.files[number]], data.folder), len(data.files))
         files = dict(sorted(item for digest in digests for item in digest.items()))
         expected = entry.expected.get("sha256", {})
-        check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
-        protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
-        return OpenedTask(entry, data, files, protocol)
+        check_digests(key, files, expected, folder=entry.folder)
+        return data, files, session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
 
-    def _lock(self, opened: OpenedTask, suite: Suite) -> None:
-        """Record the data of a task that was scored."""
-        key, relock = opened.entry.task.key, self.session.config.relock
-        scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
-        changed = [lock for lock in scored if lock.add(key, opened.data, opened.files) or relock]
-        self.session.on_main(lambda: [lock.write(suite, replacing=relock) for lock in changed])
-
-    def _texts(self, index: int, opened: OpenedTask) -> Tensor:
+    def _texts(self, index: int, side: TextSide, *, reused: bool) -> Tensor:
         """Text features of a task, [distinct texts, d]; the processes share the work."""
-        session, side, model = self.session, opened.protocol.texts, self.evaluations[index].model
+        session, model = self.session, self.evaluations[index].model
         if (index, side.digest) in self._texts_of:
             return self._texts_of[index, side.digest]
         encode = partial(side.encode, model, compute=session.compute, micro_batch=session.config.micro_batch)
         features = torch.cat(session.share(encode, len(side.units)))
-        if opened.data.classnames:
+        if reused:
             self._texts_of[index, side.digest] = features
         return features
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
         """Record a failure. An older result that could not be confirmed is renamed, not deleted.
 
-        A result of the same task in another suite, which only has the same key, stays as it is. So does one of a task
-        whose data is not where a `tasks.yaml` says: the place may be misspelt.
+        A result of the same task in another suite, which only has the same key, stays as it is.
         """
         evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
-        if self.session.world.rank != 0 or (entry.own is not None and not entry.is_there):
+        if self.session.world.rank != 0:
             return
         stored = read_result(path)
         if stored is not None and entry.folder is not None and stored.inputs.get("task") != definition(entry):
@@ -206,11 +201,20 @@ class Evaluator:
             path.replace(path.with_suffix(".json.stale"))
 
 
-def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inputs: Mapping[str, Any]) -> TaskResult:
+def _score(
+    task: Task,
+    data: TaskData,
+    protocol: Protocol,
+    *,
+    path: Path,
+    kept: Outcomes,
+    texts: Tensor,
+    inputs: Mapping[str, Any],
+) -> TaskResult:
     """Compute a result from what was kept of the images, and write it."""
-    task, protocol = opened.entry.task, opened.protocol
     outcomes = protocol.finish(kept, texts)
-    metrics = protocol.metrics(outcomes)
+    metrics, official = protocol.metrics(outcomes), TASKS.get(task.key)
+    counts = (data.samples, data.counts.get("classes") if official and official.classes else None)
     result = TaskResult(
         task=task.key,
         name=task.name,
@@ -219,8 +223,8 @@ def _score(opened: OpenedTask, path: Path, kept: Outcomes, *, texts: Tensor, inp
         score=metrics[task.main_metric],
         metrics=metrics,
         chance=protocol.chance(),
-        samples=opened.data.samples,
-        official=is_official(opened.entry, opened.data),
+        samples=data.samples,
+        official=official is not None and (official.samples, official.classes) == counts,
         inputs=inputs,
     )
     protocol.write_details(path.with_suffix(""), outcomes=outcomes, kept=kept, texts=texts)

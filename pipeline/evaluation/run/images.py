@@ -83,21 +83,20 @@ class ImagePass(Dataset[Any]):
             multiprocessing_context=start_forkserver() if workers else None,
             worker_init_fn=_start_worker if workers else None,
         )
-        cut = microbatches(_checked(loader), self._micro_batch)
-        for number, (valid, tensors) in zip(self._numbers, cut, strict=True):
+
+        def checked() -> Iterator[tuple[Tensor, ...]]:
+            try:
+                for batch in start_workers(loader):
+                    if isinstance(batch, str):
+                        raise TaskError(batch)
+                    yield tuple(batch)
+            except (RuntimeError, OSError, EOFError) as error:
+                if not (workers and means_worker_died(error)):
+                    raise
+                raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
+
+        for number, (valid, tensors) in zip(self._numbers, microbatches(checked(), self._micro_batch), strict=True):
             yield number, valid, dict(zip(self._transforms, tensors, strict=True))
-
-
-def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
-    try:
-        for batch in start_workers(loader):
-            if isinstance(batch, str):
-                raise TaskError(batch)
-            yield tuple(batch)
-    except (RuntimeError, OSError, EOFError) as error:
-        if not (loader.num_workers and means_worker_died(error)):
-            raise
-        raise TaskError(worker_died_message(error, memory="Lower `workers` or `batch_size`.")) from error
 
 
 def _start_worker(number: int) -> None:
@@ -114,10 +113,7 @@ def image_pass(
 ) -> tuple[dict[int, Outcomes], dict[int, str]]:
     """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
 
-    Models and their text features are by number.
-
-    Raises:
-        TaskError: On every process, when an image cannot be read.
+    Models and their text features are by number. An image that cannot be read is a `TaskError` on every process.
     """
 
     def mine() -> list[Piece]:
@@ -159,7 +155,9 @@ def _my_images(
     """
     device, config, world = session.compute.device, session.config, session.world
     on_device = {index: texts[index].to(device) for index in models}
-    keys = {index: preprocessing_key(model) for index, model in models.items()}
+    # Models with the same key see the same pixels.
+    described = {i: {**m.architecture.preprocess_cfg, **m.architecture.own_background} for i, m in models.items()}
+    keys = {index: json.dumps(facts, sort_keys=True, default=list) for index, facts in described.items()}
     reading = ImagePass(
         data.images,
         {keys[index]: model.preprocess for index, model in models.items()},
@@ -188,12 +186,6 @@ def _my_images(
             return number, index, str(error)
 
     return list(session.compute.map(encode, work()))
-
-
-def preprocessing_key(model: EvaluationModel) -> str:
-    """Models with the same key see the same pixels."""
-    described = {**model.architecture.preprocess_cfg, **model.architecture.own_background}
-    return json.dumps(described, sort_keys=True, default=list)
 
 
 def background_of(models: Iterable[EvaluationModel]) -> Colour:

@@ -7,6 +7,7 @@ file beside it. A result that is damaged or copied to another name is none. Impo
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -24,9 +25,9 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, Task
 from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.datasets.task_data import plain
-from pipeline.evaluation.identity import LOCK_NAME, SETTINGS, SuiteLock, misfit
+from pipeline.evaluation.identity import SETTINGS, SuiteLock, misfit
 from pipeline.files import read_tree, replacing, sha256_of, write_json, write_text
-from pipeline.run_files import EMA_NAME, FOLDER_NAME, PREFIX
+from pipeline.run_files import EMA_NAME, FOLDER_NAME
 
 if TYPE_CHECKING:
     from pipeline.model.evaluation_model import EvaluationModel
@@ -64,8 +65,7 @@ class TaskResult:
 
 def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A mapping within a stored file; empty when it is missing or something else."""
-    part = tree.get(name)
-    return part if isinstance(part, dict) else {}
+    return part if isinstance(part := tree.get(name), dict) else {}
 
 
 def read_result(path: Path) -> TaskResult | None:
@@ -125,20 +125,12 @@ def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
     """Every aggregate that at least one result belongs to, by name."""
     means = {}
     for name, keys in AGGREGATES.items():
-        there = [key for key in keys if key in results]
+        there = [results[key] for key in keys if key in results]
         if there:
-            mean = math.fsum(results[key].score for key in there) / len(there)
-            complete = len(there) == len(keys)
-            means[name] = Aggregate(
-                name=name,
-                score=mean if complete else None,
-                complete=complete,
-                official=all(results[key].official for key in there),
-                tasks=len(there),
-                expected=len(keys),
-                missing=tuple(key for key in keys if key not in results),
-                partial_mean=None if complete else mean,
-            )
+            mean, missing = math.fsum(r.score for r in there) / len(there), tuple(k for k in keys if k not in results)
+            official, complete = all(result.official for result in there), not missing
+            score, partial_mean = (None, mean) if missing else (mean, None)
+            means[name] = Aggregate(name, score, complete, official, len(there), len(keys), missing, partial_mean)
     return means
 
 
@@ -147,10 +139,10 @@ def describe(value: Aggregate) -> str:
     note = "" if value.official else " (not the official data)"
     if value.complete:
         return f"{value.name}: {value.score:.4f}{note}"
-    mean = f"their mean is {value.partial_mean:.4f}{note}"
     more = f" and {len(value.missing) - SHOWN_MISSING} more" if len(value.missing) > SHOWN_MISSING else ""
     without = f"without {', '.join(value.missing[:SHOWN_MISSING])}{more}"
-    return f"INCOMPLETE {value.name}: {value.tasks} of {value.expected} tasks, {without}; {mean}"
+    counts = f"{value.tasks} of {value.expected} tasks"
+    return f"INCOMPLETE {value.name}: {counts}, {without}; their mean is {value.partial_mean:.4f}{note}"
 
 
 @dataclass(frozen=True)
@@ -266,23 +258,19 @@ def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
 
 
 def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
-    """One folder per checkpoint.
-
-    Raises:
-        UserError: Two would have the same.
-    """
+    """One folder per checkpoint, none of which is made; two must not have the same."""
     if output is None:
         folders = [default_folder(source) for source in sources]
     elif len(sources) == 1:
         folders = [Path(output)]
     else:
-        names = [checkpoint_name(source) for source in sources]
+        named = [(checkpoint_name(source), source) for source in sources]
+        names = [name for name, _ in named]
         folders = [
-            Path(output) / (name if names.count(name) == 1 else f"{name}-{_short_digest(source)}")
-            for name, source in zip(names, sources, strict=True)
+            Path(output, name if names.count(name) == 1 else f"{name}-{_short_digest(source)}")
+            for name, source in named
         ]
-    twice = {folder for folder in folders if folders.count(folder) > 1}
-    if twice:
+    if twice := {folder for folder in folders if folders.count(folder) > 1}:
         raise UserError(
             f"Several checkpoints would write to {min(twice)}: give each once, or evaluate them in calls of "
             "their own, each with an --output of its own."
@@ -290,21 +278,16 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
     return folders
 
 
-def make_output(output: Path) -> Path:
-    """Make a folder for results, and return it.
-
-    Raises:
-        UserError: It cannot be made or written to.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(output, os.W_OK | os.X_OK) else "it is read-only"
-    except OSError as error:
-        problem = "it is a file" if isinstance(error, FileExistsError) else str(error.strerror)
-    if problem:
-        shown = plain(output, longest=200)
-        raise UserError(f"Results cannot be written to {shown}: {problem}. Give another --output.")
-    return output
+def make_folders(folders: Sequence[Path]) -> None:
+    """Make folders for results, or refuse those that cannot be made or written to."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it is read-only")
+        except OSError as error:
+            where = f"Results cannot be written to {plain(folder, longest=200)}"
+            raise UserError(f"{where}: {error.strerror}. Give another --output.") from error
 
 
 def checkpoint_name(source: str) -> str:
@@ -330,12 +313,6 @@ def default_folder(source: str) -> Path:
     if path.is_dir() and path.parent.name == FOLDER_NAME:
         return path.parent.parent / "evaluation" / path.name
     return Path("evaluation") / checkpoint_name(source)
-
-
-def lock_path(folder: Path, *, several: bool) -> Path:
-    """Where the lock of a suite is: one for all checkpoints of a run or of a call, else beside the results."""
-    shared = several or (folder.name.startswith(PREFIX) and folder.parent.name == "evaluation")
-    return (folder.parent if shared else folder) / LOCK_NAME
 
 
 def _short_digest(source: str) -> str:

@@ -65,11 +65,7 @@ class Session:
     compute: Compute
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run `action` on every process; if it fails on one, all of them raise that error, so that none waits forever.
-
-        Raises:
-            TaskError: The message of the lowest failing process.
-        """
+        """Run `action` on every process; if it fails on one, all raise that `TaskError`, so that none waits forever."""
         value, error = attempt(action)
         message = next((text for text in self.world.gather_objects(error) if text is not None), None)
         if message is not None:
@@ -77,11 +73,7 @@ class Session:
         return value  # type: ignore[return-value]
 
     def share(self, action: Callable[[int], T], count: int) -> list[T]:
-        """`action` of the numbers below `count`, each on one of the processes; the values on all of them.
-
-        Raises:
-            TaskError: As `together`.
-        """
+        """`action` of the numbers below `count`, each on one of the processes; the values on all of them."""
 
         def mine() -> dict[int, T]:
             values = {}
@@ -91,15 +83,10 @@ class Session:
             return values
 
         parts = self.world.gather_objects(self.together(mine))
-        merged = {number: value for part in parts for number, value in part.items()}
-        return [merged[number] for number in range(count)]
+        return [parts[number % self.world.size][number] for number in range(count)]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first process only and return its value on all of them.
-
-        Raises:
-            TaskError: The action failed; raised on every process.
-        """
+        """Run `action` on the first process only and return its value, or raise its `TaskError`, on all of them."""
         value, error = attempt(action) if self.world.rank == 0 else (None, None)
         value, error = self.world.gather_objects((value, error))[0]
         if error is not None:

@@ -1,12 +1,9 @@
 """A run that is to stop while its loading workers give no batch, or between two stages."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,31 +11,29 @@ import pytest
 from tests.e2e.test_signals import wait_until
 from tests.launch import Program, lives, run
 from tests.metrics import equal, metrics, weights
-from tests.training import prepare, settings_in
+from tests.training import SMALL, prepare, settings_in
 
 BATCH, STEPS = 8, 150
 
 
-def settings(folder: Path, name: str, *more: str) -> list[str]:
-    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=1", f"batch_size={BATCH}"]
-    given += ["objective.name=sogclr", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "schedule.warmup_steps=1"]
-    given += ["checkpoint.every=1000", "telemetry.every=1", "telemetry.tensorboard=false", f"samples={BATCH * STEPS}"]
-    return settings_in(folder, name, *given, *more)
+def settings(folder, name, *more):
+    given = ["data.workers=1", "objective.name=sogclr", "checkpoint.every=1000", f"samples={BATCH * STEPS}"]
+    return settings_in(folder, name, *SMALL, "telemetry.progress=auto", *given, *more)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("no-batch"), [20, 30, 15], image_size=32)
 
 
-def worker_of(rank: int) -> int:
+def worker_of(rank):
     """The loading worker of a rank: the child of its fork server."""
     servers = psutil.Process(rank).children()
     (worker,) = (child.pid for server in servers for child in server.children())
     return worker
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder):
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
 
 
@@ -87,9 +82,8 @@ def test_a_run_without_batches_ends_with_a_checkpoint_and_loses_nothing(base):
 @pytest.mark.slow
 def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base):
     """Regression test: that rank left at once with 75, and the other ended with 76."""
-    arguments = settings(
-        base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false", f"samples={12 * BATCH}"
-    )
+    stages = "schedule.stages=[{until: 0.5, image_size: 16}]"
+    arguments = settings(base, "border", stages, "engine.probe=false", f"samples={12 * BATCH}")
     given = ("pipeline.training.run:check_stages", "2", "1:SIGTERM", *arguments, "data.workers=0")
     assert run("tests.e2e.doomed_run", *given, ranks=2, check=False).returncode == 75
     ends = [json.loads(path.read_text()) for path in (base / "border" / "heartbeats").glob("exit-*.json")]

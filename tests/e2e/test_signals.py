@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT, Program, command, environment, free_port, lives, wait_for
-from tests.training import prepare, settings_in
+from tests.training import SMALL, prepare, settings_in
 
 
 def settings(folder: Path) -> list[str]:
     """A run that would take hours and saves only when it is stopped."""
-    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "samples=80000000"]
-    given += ["objective.name=openclip", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1"]
-    given += ["checkpoint.every=1000000", "telemetry.tensorboard=false", "engine.lost_rank_seconds=20"]
-    return settings_in(prepare(folder, [20, 30, 15]), "run", *given)
+    given = ["telemetry.progress=auto", "samples=80000000", "checkpoint.every=1000000", "engine.lost_rank_seconds=20"]
+    return settings_in(prepare(folder, [20, 30, 15]), "run", *SMALL, *given)
 
 
 def launch(launcher: str, arguments: list[str]) -> list[str]:

@@ -1,10 +1,7 @@
-"""The training job as a user starts it: any world size, stopped and resumed, on another layout, with bad input."""
-
-from __future__ import annotations
+"""The training job as a user starts it: any world size, stopped and resumed, on another layout, in stages."""
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,49 +9,39 @@ from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
 from pipeline.training import hooks
+from pipeline.training.recipe import load_recipe
+from pipeline.training.step import lr_scale
 from tests.launch import run
-from tests.metrics import equal, metrics
-from tests.training import prepare, settings_in, train_here
+from tests.metrics import equal, metrics, weights
+from tests.training import SMALL, prepare, settings_in, train_here
 
 STEPS, BATCH = 12, 8
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("train"), [20, 30, 15])
 
 
-def settings(base: Path, output: str, *more: str) -> list[str]:
-    given = ["data.streams=4", "data.shuffle_buffer=10", "data.workers=0", f"samples={STEPS * BATCH}"]
-    given += [f"batch_size={BATCH}", "schedule.warmup_steps=3", "engine.deepspeed=zero1_fp32", "engine.device=cpu"]
-    given += [
-        "objective.name=neuclip",
-        "objective.prototypes=16",
-        "objective.restart_every=5",
-        "objective.inner_steps=3",
-    ]
-    given += ["checkpoint.every=6", "telemetry.every=1", "telemetry.tensorboard=false"]
-    # The gradient of attention's key biases is only rounding noise, which Adam would amplify to full steps.
-    return settings_in(base, output, *given, "optimizer.eps=1e-5", *more)
+def settings(base, output, *more):
+    given = [*SMALL, f"samples={STEPS * BATCH}", "schedule.warmup_steps=3", "checkpoint.every=6"]
+    given += ["telemetry.progress=auto", "objective.name=neuclip", "objective.prototypes=16"]
+    return settings_in(base, output, *given, "objective.restart_every=5", "objective.inner_steps=3", *more)
 
 
-def weights(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(run_folder / "checkpoints" / f"step-{step:08d}" / "open_clip_model.safetensors")
-
-
-def records(run_folder: Path) -> dict[int, dict[str, Any]]:
+def records(run_folder):
     return {record["step"]: record for record in metrics(run_folder, "train")}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(base: Path) -> Path:
+def two_ranks(base):
     """An uninterrupted run on two ranks."""
     run("jobs.train", *settings(base, "two"), ranks=2)
     return base / "two"
 
 
 @pytest.fixture(scope="module")
-def one_rank(base: Path) -> Path:
+def one_rank(base):
     """The same run on one rank."""
     train_here(*settings(base, "one"))
     return base / "one"
@@ -148,7 +135,7 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base):
     damaged.mkdir(parents=True)
     (damaged / "nshards.txt").write_text("3\n")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
-    printed = run("jobs.train", *arguments, "telemetry.progress=auto", ranks=2).stdout
+    printed = run("jobs.train", *arguments, ranks=2).stdout
     failed = [line for line in metrics(base / "watched", "event") if "failures" in line]
     assert [(line["step"], list(line["failures"]), line["level"]) for line in failed] == [
         (6, ["damaged"], "warning"),
@@ -168,3 +155,86 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base):
     assert {task: result.score for task, result in again.results.items()} == {
         task: pytest.approx(scores[12][task], rel=1e-8) for task in tasks
     }
+
+
+FIRST = 5
+STAGES = "schedule.stages=[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_scale: 0.5}]"
+
+
+def staged(base, name, *more):
+    train_here(
+        *settings(base, name, "model.image_size=32", STAGES, "telemetry.peak_tflops=0.001", *more), resume="latest"
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(base):
+    staged(base, "whole", "checkpoint.every=1", "checkpoint.keep_last=100")
+    return base / "whole"
+
+
+def lr(step):
+    """Return the learning rate of update `step` (from 1): the run's schedule, halved in the first stage."""
+    run = load_recipe(None, settings(Path(), "x"))
+    share = lr_scale(run.schedule, step=step - 1, total_steps=STEPS)
+    return run.optimizer.lr * share * (0.5 if step <= FIRST else 1.0)
+
+
+def order_hashes(folder):
+    return [record["data"]["order_hash"] for record in metrics(folder) if "data" in record]
+
+
+@pytest.mark.slow
+def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole, one_rank):
+    rows = records(whole)
+    assert sorted(rows) == list(range(1, STEPS + 1))
+    flops = {step: row["mfu"] / row["samples_per_second"] for step, row in rows.items()}
+    early = [value for step, value in flops.items() if step <= FIRST]
+    late = [value for step, value in flops.items() if step > FIRST]
+    assert max(early) < 0.5 * min(late)  # a quarter of the patches, of which half are dropped
+    assert [row["lr"] for row in rows.values()] == pytest.approx([lr(step) for step in rows])
+    boundary, last = weights(whole, FIRST), weights(whole)
+    assert boundary["visual.positional_embedding"].shape[0] == 5
+    assert last["visual.positional_embedding"].shape[0] == 17
+    assert order_hashes(whole) == order_hashes(one_rank)
+    assert len(order_hashes(whole)) == STEPS * BATCH // 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [FIRST - 2, FIRST])
+def test_interrupted_runs_end_with_the_same_weights(stop, whole, base):
+    name = f"stopped-{stop}"
+    shutil.copytree(whole, base / name)
+    folder = base / name / "checkpoints"
+    for path in folder.glob("step-*"):
+        if int(path.name.removeprefix("step-")) > stop:
+            shutil.rmtree(path)
+    (folder / "latest").write_text(f"step-{stop:08d}\n")
+    staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
+    assert equal(weights(base / name), weights(whole))
+    told = [record["message"] for record in metrics(base / name, "event")]
+    assert any(message.startswith("Resumed from") for message in told)
+    assert not any("Settings that differ" in message for message in told), "stages are no changes of settings"
+
+
+@pytest.mark.slow
+def test_a_compiled_run_with_every_saving_equals_one_without_compilation_and_resumes(base):
+    """Towers and normalizer network; stages, patch dropout, checkpointed activations, GradCache, gradient probe."""
+    savings = ("model.patch_dropout=0.25", "model.grad_checkpointing=true", "engine.micro_batch=4")
+    staged(base, "eager", *savings)
+    compiled = (*savings, "model.compile=true", "objective.npn_compile=true")
+    staged(base, "compiled", *compiled)
+    found, expected = records(base / "compiled"), records(base / "eager")
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
+    assert "Gradient probe" in (base / "compiled" / "metrics.jsonl").read_text()
+    for step, record in expected.items():
+        for key in ("loss", "tau", "normalizer_gap"):
+            assert found[step][key] == pytest.approx(record[key], rel=1e-5, abs=1e-6), (step, key)
+    for step in (FIRST, STEPS):
+        wanted = weights(base / "eager", step)
+        for name, value in weights(base / "compiled", step).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+    once = weights(base / "compiled")
+    shutil.rmtree(base / "compiled" / "checkpoints" / f"step-{STEPS:08d}")
+    staged(base, "compiled", *compiled)
+    assert equal(weights(base / "compiled"), once)

@@ -1,16 +1,13 @@
 """What a run on one GPU gets by default, decided with a device that is not there, and equal to what it replaces."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
@@ -34,10 +31,9 @@ GPU = torch.device("cuda", 0)
      ("auto", 1, "adamw", 0), ("cpu", 2, "adamw", 1), ("cpu", 2, "lamb", 0)],
 )  # fmt: skip
 def test_bf16_weights_where_the_optimizer_allows_them(device, ranks, optimizer, stage):
-    config: Any = EngineConfig(device=device)
-    facts = DeepSpeedEngine.facts(
-        config, optimizer=OptimizerConfig(name=optimizer, lr=1e-3), global_batch=8, world_size=ranks
-    )
+    config = EngineConfig(device=device)
+    given = OptimizerConfig(name=optimizer, lr=1e-3)
+    facts = DeepSpeedEngine.facts(config, optimizer=given, global_batch=8, world_size=ranks)
     assert (facts.stage, facts.dtype) == (stage, torch.bfloat16 if stage else torch.float32)
 
 
@@ -45,7 +41,7 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     shared = {"output": "run", "data": {"sources": "shards"}, "batch_size": 1024, "samples": 10**9}
     run = parse_recipe({**shared, "optimizer": {"lr": 1e-3}, "objective": {"name": "openclip"}})
-    on_gpu, stages = World(device=GPU), SimpleNamespace
+    on_gpu = World(device=GPU)
     lora = replace(run.model, lora=replace(run.model.lora, rank=8))
     for model, world, stage, steps, expected in (
         (run.model, on_gpu, 1, 100_000, "auto"),
@@ -56,7 +52,7 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch):
         (replace(run.model, compile=True), World(), 1, 1, True),
         (replace(run.model, compile=False), on_gpu, 1, 100_000, False),
     ):
-        facts: Any = stages(stage=stage)
+        facts = SimpleNamespace(stage=stage)
         assert compiled_towers(replace(run, model=model), facts, world=world, steps=steps) == expected
 
 
@@ -66,7 +62,7 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
     engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()
     engine.module._compiled_call_impl = "compiled"
 
-    def forward(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(image, text):
         drawn = torch.rand(2)
         if engine.module._compiled_call_impl is not None:
             raise RuntimeError("no kernel for this tower\nmore")
@@ -148,14 +144,13 @@ def test_fused_bookkeeping_of_gradients_equals_deepspeeds_own():
     """Accumulated over micro-batches and without a gradient for some parameter, to the bit; the norm up to rounding."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    def optimizer() -> Any:
+    def optimizer():
         torch.manual_seed(0)
         made = BF16_Optimizer.__new__(BF16_Optimizer)
         made.immediate_grad_update, made.has_moe_layers, made.mpu = False, False, None
         made.autoep_folding_tp_group = None
-        groups = [
-            [nn.Parameter(torch.randn(*shape).bfloat16()) for shape in shapes] for shapes in ([(3, 4), (5,)], [(7,)])
-        ]
+        shapes = [[(3, 4), (5,)], [(7,)]]
+        groups = [[nn.Parameter(torch.randn(*shape).bfloat16()) for shape in group] for group in shapes]
         made.bf16_groups, made.optimizer = groups, SimpleNamespace(param_groups=[{}, {}])
         made.fp32_groups_gradients = [[torch.zeros(p.numel()) for p in group] for group in groups]
         made.fp32_groups_has_gradients = [[False] * len(group) for group in groups]

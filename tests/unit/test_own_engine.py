@@ -87,12 +87,11 @@ class PlainEngine:
 
 def test_a_registered_engine_trains_like_deepspeed(tmp_path):
     prepare(tmp_path)
-    losses = {}
     for name in ("plain", "deepspeed"):
         train_here(*settings_in(tmp_path, name, f"engine.name={name}", "samples=32", "engine.deepspeed=zero0_fp32"))
-        losses[name] = [record["loss"] for record in metrics(tmp_path / name, "train")]
-    assert len(losses["plain"]) == 4
-    assert losses["plain"] == pytest.approx(losses["deepspeed"], rel=1e-5)
+    plain, deepspeed = ([r["loss"] for r in metrics(tmp_path / name, "train")] for name in ("plain", "deepspeed"))
+    assert len(plain) == 4
+    assert plain == pytest.approx(deepspeed, rel=1e-5)
 
 
 def test_it_is_planned_and_refused_by_its_own_facts():
@@ -106,7 +105,7 @@ def test_it_is_planned_and_refused_by_its_own_facts():
         register_engine("deepspeed")(PlainEngine)
 
 
-def facts(deepspeed: str = "auto", *, ranks: int = 1, **given: Any) -> EngineFacts:
+def facts(deepspeed="auto", *, ranks=1, **given):
     config = EngineConfig(deepspeed=deepspeed, **given)
     return ENGINES["deepspeed"].facts(config, optimizer=OptimizerConfig(), global_batch=64, world_size=ranks)
 
@@ -140,9 +139,8 @@ def test_stage_2_does_not_reduce_gradients_for_every_micro_batch():
     ],
 )
 def test_a_deepspeed_file_with_unknown_keys_or_against_the_recipe_is_refused(given, message, tmp_path):
-    file = tmp_path / "own.json"
-    text = {"managed_gradient_accumulation": False, **given} if isinstance(given, dict) else given
-    file.write_text(text if isinstance(text, str) else json.dumps(text))
+    file, settings = tmp_path / "own.json", {"managed_gradient_accumulation": False}
+    file.write_text(given if given == "{" else json.dumps(settings | given if isinstance(given, dict) else given))
     with pytest.raises(UserError, match=message):
         deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
 
@@ -150,9 +148,8 @@ def test_a_deepspeed_file_with_unknown_keys_or_against_the_recipe_is_refused(giv
 def test_a_deepspeed_file_may_have_settings_of_stage_3_and_never_applies_gradients_of_nan(tmp_path):
     """Regression test: DeepSpeed's default for bf16 is to apply them."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}}
-    file = tmp_path / "own.json"
     own = {"managed_gradient_accumulation": False, "zero_optimization": zero, "bf16": {"enabled": True}}
-    file.write_text(json.dumps(own))
+    (file := tmp_path / "own.json").write_text(json.dumps(own))
     found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
     assert found["zero_optimization"] == zero
     assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}

@@ -1,17 +1,12 @@
 """Prefetching the next batch: the order of batches, when an error is raised, and what a GPU's step waits for."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipeline.distributed import timing
 from pipeline.distributed.timing import Meter, Phases, collect_garbage
@@ -22,38 +17,27 @@ from pipeline.training.step import TrainStep
 from tests.metrics import equal, weights
 from tests.training import prepare, settings_in, train_here
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LIMIT = 60.0
 
 
-class FakeEvent(str):
-    """The event of copies that are done."""
-
-    def synchronize(self) -> None: ...
-
-
-class FakeStream:
-    """A CUDA stream that records what is called on it."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
-
-    def record_event(self, event: None) -> FakeEvent:
-        self.calls.append(f"{self.name} records")
-        return FakeEvent("arrived")
-
-    def wait_event(self, event: str) -> None:
-        self.calls.append(f"{self.name} waits until {event}")
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Streams without a GPU; what was called on them."""
-    calls: list[str] = []
-    own, current = FakeStream("copies", calls), FakeStream("current", calls)
+def streams(monkeypatch):
+    """CUDA streams without a GPU; what was called on them."""
+    calls = []
+
+    def fake(name):
+        arrived = SimpleNamespace(name="arrived", synchronize=lambda: None)
+        return SimpleNamespace(
+            name=name,
+            record_event=lambda _: calls.append(f"{name} records") or arrived,
+            wait_event=lambda event: calls.append(f"{name} waits until {event.name}"),
+        )
+
+    own, current = fake("copies"), fake("current")
 
     @contextmanager
-    def stream(used: FakeStream) -> Iterator[None]:
+    def stream(used):
         calls.append(f"on {used.name}")
         yield
 
@@ -64,21 +48,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def prefetched(
-    source: Iterator[Any], *, steps: int = 99, meter: Meter | None = None, **options: Any
-) -> PrefetchedBatches:
+def prefetched(source, *, steps=99, device=GPU, **options):
     """Batches that are fetched as for a GPU, with the `streams` of the fixture."""
-    options = {"texts": texts, "meter": meter or Meter(1, Phases(CPU)), **options}
-    batches = PrefetchedBatches(source, steps=steps, device=torch.device("cuda", 0), **options)
+    options = {"texts": texts, "meter": Meter(1, Phases(CPU)), **options}
+    batches = PrefetchedBatches(source, steps=steps, device=device, **options)
     batches._device = CPU  # the meter asks the device for its queued work
     return batches
 
 
-def texts(tokens: Tensor) -> TextChunks:
+def texts(tokens):
     return TextChunks(tokens, [slice(0, len(tokens))])
 
 
-def batch(name: str) -> Any:
+def batch(name):
     tensors = {"image": torch.zeros(1), "text": torch.zeros(1, 4), "sample_id": torch.zeros(1)}
     return SimpleNamespace(name=name, **tensors)
 
@@ -96,11 +78,11 @@ def test_batches_keep_their_order_and_none_is_fetched_past_the_last_step_or_on_a
         assert [*taken, batches.next().name] == ["a", "b", "c", "d"]
         batches.fetch_ahead(3)
         assert next(source).name == "e", "a batch was fetched but not returned"
-    on_cpu = PrefetchedBatches(map(batch, "abc"), texts=texts, steps=9, meter=Meter(1, Phases(CPU)), device=CPU)
+    on_cpu = prefetched(map(batch, "abc"), device=CPU)
     on_cpu.fetch_ahead(0)
     assert on_cpu._ahead is None
 
-    def failing() -> Iterator[Any]:
+    def failing():
         yield batch("a")
         raise ValueError("the second")
 
@@ -116,7 +98,7 @@ def test_batches_keep_their_order_and_none_is_fetched_past_the_last_step_or_on_a
 def test_waiting_time_is_counted_with_and_without_prefetching():
     go_on, meter = threading.Event(), Meter(1, Phases(CPU))
 
-    def source() -> Iterator[Any]:
+    def source():
         yield batch("a")
         assert go_on.wait(LIMIT)
         yield batch("b")
@@ -131,30 +113,24 @@ def test_waiting_time_is_counted_with_and_without_prefetching():
     assert meter.read()["data_wait"] > 0.5
 
 
-class FakePinned:
-    """A pinned tensor that records on which stream it is copied."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> FakePinned:
-        assert non_blocking
-        self.calls.append("copy")
-        return self
-
-    def record_stream(self, stream: FakeStream) -> None:
-        self.calls.append(f"memory in use by {stream.name}")
-
-
 def test_batches_are_copied_ahead_on_a_stream_of_their_own(streams):
-    """Images, texts and ids."""
+    """Images, texts and ids, which are pinned."""
 
-    def source() -> Iterator[Any]:
+    class Pinned:
+        def to(self, device, *, non_blocking):
+            assert non_blocking
+            streams.append("copy")
+            return self
+
+        def record_stream(self, stream):
+            streams.append(f"memory in use by {stream.name}")
+
+    def source():
         while True:
             streams.append("fetch")
-            yield SimpleNamespace(**{name: FakePinned(streams) for name in ("image", "text", "sample_id")})
+            yield SimpleNamespace(image=Pinned(), text=Pinned(), sample_id=Pinned())
 
-    def texts(tokens: Any) -> Any:
+    def texts(tokens):
         moved = tokens.to(CPU, non_blocking=True)
         return SimpleNamespace(tensors=lambda: [moved])
 
@@ -182,7 +158,7 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path, monkeypatch):
     """It is fetched from before the forward pass until after the update, and the weights are the same."""
     prepare(tmp_path, image_size=32)
 
-    def train(name: str) -> dict[str, torch.Tensor]:
+    def train(name):
         train_here(*settings_in(tmp_path, name, "samples=32", "model.patch_dropout=0.5", "engine.probe=false"))
         return weights(tmp_path / name, 4)
 
@@ -190,7 +166,7 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path, monkeypatch):
     began, stepped, number = threading.Event(), threading.Event(), 0
     call = TrainStep.__call__
 
-    def source(loader: Iterator[Any]) -> Iterator[Any]:
+    def source(loader):
         nonlocal number
         for found in loader:
             number += 1
@@ -200,7 +176,7 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path, monkeypatch):
                 stepped.clear()
             yield found
 
-    def step(self: TrainStep, *arguments: Any, **options: Any) -> Any:
+    def step(self, *arguments, **options):
         last = options["step"] == 3
         assert last or began.wait(LIMIT), "the next batch was not being fetched when the step began"
         began.clear()
@@ -209,9 +185,9 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path, monkeypatch):
         stepped.set()
         return found
 
-    def ahead(trainer: Any) -> Any:
-        options = {"texts": trainer.batches._texts, "meter": trainer.meter}
-        trainer.batches = prefetched(source(trainer.state.loader), steps=4, **options)
+    def ahead(trainer):
+        loader, texts = source(trainer.state.loader), trainer.batches._texts
+        trainer.batches = prefetched(loader, steps=4, texts=texts, meter=trainer.meter)
         return fit(trainer)
 
     fit = Trainer.fit

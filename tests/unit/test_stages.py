@@ -1,11 +1,9 @@
 """Stages of a run: settings, resized position embeddings, shortened texts, their cost, and signals between two."""
 
-from __future__ import annotations
-
+import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,22 +19,20 @@ from pipeline.planning.run_plan import plan_run
 from pipeline.training import run as run_module
 from pipeline.training.build import check_stages
 from pipeline.training.periodic_tests import PeriodicTests
-from pipeline.training.recipe import RunConfig, load_recipe, stage_at, stages_of
+from pipeline.training.recipe import load_recipe, stage_at, stages_of
 from pipeline.training.run import train
 from tests.metrics import equal, metrics, weights
 from tests.own_tasks import write_class_folders
 from tests.shards import write_shards
+from tests.towers import TINY
 from tests.training import SMALL, in_this_process, prepare, settings_in, train_here
 from tests.unit.test_attention import write_kind
 
 RECIPES = Path(__file__).parents[2] / "jobs" / "recipes"
-DATA = (
-    "output=x", "data.sources=x", "samples=1000", "batch_size=10", "schedule.warmup_steps=0",
-    "data.streams=10",
-)  # fmt: skip
+DATA = ("output=x", "data.sources=x", "samples=1000", "batch_size=10", "schedule.warmup_steps=0", "data.streams=10")
 
 
-def recipe(*stages: str, arch: str = "scenes-vit-tiny", more: tuple[str, ...] = ()) -> RunConfig:
+def recipe(*stages, arch="scenes-vit-tiny", more=()):
     return load_recipe(None, [*DATA, f"model.arch={arch}", f"schedule.stages=[{', '.join(stages)}]", *more])
 
 
@@ -83,6 +79,11 @@ def test_stages_without_steps_or_unsupported_by_the_architecture_are_rejected(tm
             recipe(*(f"{{until: {share}}}" for share in until))
     with pytest.raises(UserError, match=r"model\.text_tokens=4: The text tower is not"):
         check_stages(recipe("{until: 0.5, text_tokens: 4}", arch=write_kind(tmp_path, "bidirectional")))
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": False, "timm_pool": "",
+              "image_size": 224}  # fmt: skip
+    (tmp_path / "timm.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    with pytest.raises(UserError, match="Only position embeddings of open_clip's own vision towers"):
+        check_stages(recipe("{until: 0.42, image_size: 16}", arch=str(tmp_path / "timm.json")))
 
 
 def test_long_texts_keep_their_end_token():
@@ -129,41 +130,35 @@ STEPS, BORDER = 6, 3
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stops")
-    prepare(folder, image_size=32)
+def base(tmp_path_factory):
+    folder = prepare(tmp_path_factory.mktemp("stops"), image_size=32)
     write_shards(folder / "held-out", [24])
     write_class_folders(folder)
     (folder / "tasks.yaml").write_text("folders: {folder: photos}\n")
     return folder
 
 
-def settings(base: Path, name: str) -> list[str]:
+def settings(base, name):
     tests = [f"validation.sources={base / 'held-out'}", f"evaluation.suite={base / 'tasks.yaml'}"]
     tests += ["validation.every=3", "evaluation.every=3", "evaluation.workers=0", f"samples={8 * STEPS}"]
     return settings_in(base, name, *tests, "schedule.stages=[{until: 0.5, image_size: 16}]", "checkpoint.every=100")
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path) -> Path:
+def whole(base):
     train_here(*settings(base, "whole"))
     return base / "whole"
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        (PeriodicTests, "validate"),
-        (CheckpointWriter, "finish"),
-        (run_module, "check_stages"),  # of the next stage
-    ],
+    [(PeriodicTests, "validate"), (CheckpointWriter, "finish"), (run_module, "check_stages")],  # of the next stage
 )
 def test_a_signal_after_the_last_step_of_a_stage_stops_the_run(owner, name, base, whole, monkeypatch):
     output = f"stopped-{owner.__name__}-{name}"
-
     plain, sent = getattr(owner, name), []
 
-    def stop_and_go_on(*arguments: Any, **named: Any) -> Any:
+    def stop_and_go_on(*arguments, **named):
         trained = (base / output / "metrics.jsonl").exists() and len(metrics(base / output, "train"))
         if not sent and trained == BORDER:
             sent.append(os.kill(os.getpid(), signal.SIGTERM))

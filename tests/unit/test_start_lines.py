@@ -21,10 +21,10 @@ def test_the_block_says_what_will_be_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "usable_cores", lambda: 2)
     recipe = tmp_path / "r.yaml"
     recipe.write_text("{reference_batch: 256, optimizer: {lr: 1.0e-5}, schedule: {warmup_steps: 1}}")
-    scaled: dict[str, str] = {}
+    scaled = {}
     given = [f"output={tmp_path / 'run'}", "data.sources=x", "data.streams=64", "batch_size=64", "samples=640"]
 
-    def block(arch: str, *, ranks: int) -> str:
+    def block(arch, *, ranks):
         run = load_recipe(recipe, [*given, f"model.arch={arch}"], scaled=scaled)
         return "\n".join(train.start_lines(run, pairs=320, ranks=ranks, scaled=scaled))
 

@@ -1,10 +1,7 @@
 """Forks: runs that begin at another run's checkpoint, and are started again by the same command."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.training import prepare, settings_in, train_here
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     base = prepare(tmp_path_factory.mktemp("forks"), [30, 34])
     train_here(*settings_in(base, "first", "samples=48", "checkpoint.every=2", "checkpoint.keep_last=9"))
     return base

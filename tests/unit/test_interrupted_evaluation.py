@@ -1,10 +1,6 @@
 """An evaluation that a kill has interrupted is done when the run resumes; a whole one is not repeated."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from pipeline.evaluation.run.results import SUMMARY_NAME
 from pipeline.report.run_data import read_run
 from pipeline.run_files import METRICS_NAME, finished_checkpoints, read_meta
 from pipeline.training import periodic_tests
-from pipeline.training.step import StepResult, TrainStep
+from pipeline.training.step import TrainStep
 from tests.metrics import metrics
 from tests.own_tasks import write_class_folders, write_csv
 from tests.shards import write_shards
@@ -34,9 +30,8 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluation")
-    prepare(folder)
+def base(tmp_path_factory):
+    folder = prepare(tmp_path_factory.mktemp("evaluation"))
     write_shards(folder / "held-out", [24])
     write_class_folders(folder)
     write_csv(folder, "kind")
@@ -45,24 +40,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(base: Path, name: str, *more: str, resume: str = "latest") -> None:
+def train(base, name, *more, resume="latest"):
     given = ("evaluation.every=2", "evaluation.workers=0", "samples=32", "checkpoint.every=1")
     suite = f"evaluation.suite={base / 'tasks.yaml'}"
     train_here(*settings_in(base, name, suite, *given, *more), resume=resume)
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path) -> Path:
+def whole(base):
     train(base, "whole")
     return base / "whole"
 
 
 @pytest.fixture
-def kill_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kill_at(monkeypatch):
     """Kills a run in its evaluation after these steps, when the first of two tasks has been written."""
-    steps: list[int] = []
+    steps = []
 
-    def evaluate(*arguments: Any, suite: Any, output: Path, **more: Any) -> Any:
+    def evaluate(*arguments, suite, output, **more):
         if int(output.name.removeprefix("step-")) not in steps:
             return whole_evaluation(*arguments, suite=suite, output=output, **more)
         whole_evaluation(*arguments, suite=suite.only(["folders"]), output=output, **more)
@@ -73,11 +68,11 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-def scores(run: Path) -> dict[int, dict[str, float]]:
+def scores(run):
     return {int(e.step or 0): {score.task: score.score for score in e.scores} for e in read_run(run).evaluations}
 
 
-def evaluated(run: Path) -> list[int]:
+def evaluated(run):
     return [record["step"] for record in metrics(run, "evaluation")]
 
 
@@ -126,7 +121,7 @@ def test_what_a_signal_prevented_is_done_with_the_weights_of_its_stage(base, mon
     train(base, whole, *more)
     take = TrainStep.__call__
 
-    def take_and_stop(self: TrainStep, *arguments: Any, step: int, **named: Any) -> StepResult:
+    def take_and_stop(self, *arguments, step, **named):
         return take(self, *arguments, **{**named, "step": step, "stop": step == 1})
 
     monkeypatch.setattr(TrainStep, "__call__", take_and_stop)
@@ -135,15 +130,14 @@ def test_what_a_signal_prevented_is_done_with_the_weights_of_its_stage(base, mon
     assert not metrics(base / stopped, "validation")
     monkeypatch.undo()
     train(base, stopped, *more)
-    for kind in ("validation", "train", "evaluation"):
-        found, expected = (
-            [(record["step"], record.get("loss")) for record in metrics(base / name, kind)] for name in (stopped, whole)
-        )
-        assert found == expected
-    assert scores(base / stopped) == scores(base / whole)
-    histories = [read_meta(finished_checkpoints(base / name)[-1])["validation"] for name in (stopped, whole)]
-    assert histories[0] == histories[1]
-    assert histories[0]["step"] == 4
+    kinds = ("validation", "train", "evaluation")
+    for same in (
+        lambda run: [(record["step"], record.get("loss")) for kind in kinds for record in metrics(run, kind)],
+        lambda run: read_meta(finished_checkpoints(run)[-1])["validation"],
+        scores,
+    ):
+        assert same(base / stopped) == same(base / whole)
+    assert read_meta(finished_checkpoints(base / whole)[-1])["validation"]["step"] == 4
     fork = f"forked-{len(stages)}"  # whose folder has no scores of its first step, nor a checkpoint
     train(base, fork, *more, resume=str(base / whole / "checkpoints" / "step-00000002"))
     assert [record["step"] for record in metrics(base / fork, "train")] == [3, 4]

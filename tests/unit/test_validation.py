@@ -1,12 +1,8 @@
 """The validation loss: its value, its pairs, the same bits on any number of ranks, early stopping."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +31,14 @@ from tests.training import SMALL, train_here
 
 
 @pytest.fixture(scope="module", autouse=True)
-def several_batches() -> Iterator[None]:
+def several_batches():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(periodic_tests, "BATCH_SIZE", 4)
         yield
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Training shards, held-out shards with two unusable pairs, and the run `plain` of 6 steps."""
     folder = tmp_path_factory.mktemp("validation")
     write_tiny(folder)
@@ -53,12 +49,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(base: Path) -> list[str]:
+def settings(base):
     return [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'train'}", "samples=48",
             f"validation.sources={base / 'held'}", "validation.every=2"]  # fmt: skip
 
 
-def pairs(base: Path, world, **changes) -> HeldOutPairs:
+def pairs(base, world, **changes):
     config = ValidationConfig(sources=(Source(manifest=str(base / "held")),), **changes)
     return HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(base / "train")),)), world)
 
@@ -76,7 +72,7 @@ def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch):
     blockwise = validation_scores(image, text, tau=0.05)
     assert blockwise == pytest.approx(found, rel=1e-9)
 
-    def scores(world: World) -> dict[str, float]:
+    def scores(world):
         found, times = validation_scores(image, text, tau=0.05, world=world), world.traffic["progress"]
         assert times >= 5 // world.size, "a heartbeat would take a long loss for a hang"
         return found

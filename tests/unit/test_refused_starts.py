@@ -1,10 +1,9 @@
-"""Starting a run: advice that works, suggested names, output folders, permissions and shell completion."""
+"""Starting a run: advice that works, suggested names, output folders, refusals, and forks of another run."""
 
-from __future__ import annotations
-
+import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.files import sha256_of
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
 from pipeline.training.run_folder import LOCK_NAME, STARTING, folder_of_a_start, hold_folder
+from tests.metrics import metrics
 from tests.shards import jpeg, write_shards
 from tests.training import prepare, settings_in, train_here
 from tests.unit.test_checkpoint_validity import change_meta
@@ -57,14 +57,8 @@ def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(argu
     write_shards(tmp_path / "own", [4], replace=dict.fromkeys(range(4), members))
     write_shards(tmp_path / "other", [4])
     command, *more = arguments
-    settings = [
-        f"data.sources={tmp_path}/own",
-        f"output={tmp_path}/run",
-        "samples=4",
-        "batch_size=4",
-        "schedule.warmup_steps=1",
-    ]
-    settings += ["data.streams=1", "data.caption=json:captoins"]
+    settings = [f"data.sources={tmp_path}/own", f"output={tmp_path}/run", "data.caption=json:captoins"]
+    settings += ["data.streams=1", "samples=4", "batch_size=4", "schedule.warmup_steps=1"]
     if more == ["epochs=1"]:  # of fewer samples than a batch has, which is said once the caption is right
         settings = [text for text in settings if not text.startswith(("samples", "batch_size"))] + ["batch_size=8"]
     if more == ["validation"]:
@@ -73,12 +67,13 @@ def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(argu
         run_command(cli, [command, *settings, *more], prog_name="neuclip")
     assert ended.value.code == 2
     message = " ".join(capsys.readouterr().err.split())
+    expected = [
+        "data.caption = 'json:captoins' is in none of the first samples",
+        "The nearest is json:captions. Allowed: json, json:captions, json:width, txt.",
+    ]
     if more and "other" in more[-1]:
-        assert "'json:captions' is in none of the first samples" in message
-        assert "Allowed: json, json:url, txt." in message
-    else:
-        assert "data.caption = 'json:captoins' is in none of the first samples" in message
-        assert "The nearest is json:captions. Allowed: json, json:captions, json:width, txt." in message
+        expected = ["'json:captions' is in none of the first samples", "Allowed: json, json:url, txt."]
+    assert all(part in message for part in expected), message
     assert not (tmp_path / "run").exists()
 
 
@@ -90,12 +85,12 @@ def test_the_folder_of_a_run_is_not_taken_for_data(tmp_path, capsys):
     assert f"It is the folder of a run: `neuclip doctor {tmp_path}` checks a run." in message
 
 
-def config(output: Path) -> RunConfig:
+def config(output):
     return load_recipe(None, [f"output={output}", "batch_size=64", "schedule.warmup_steps=1", *COMMON])
 
 
 @contextmanager
-def start(run: RunConfig) -> Iterator[None]:
+def start(run):
     with (
         hold_folder(run, world=World()),
         Heartbeat(Path(run.output, STARTING), world=World(), lost_after=45.0, limit=60.0) as heartbeat,
@@ -107,10 +102,7 @@ def start(run: RunConfig) -> Iterator[None]:
 def test_an_invalid_output_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
-        with (
-            pytest.raises(UserError, match=r"output = .*file.* cannot be the run's folder"),
-            hold_folder(config(output), world=World()),
-        ):
+        with pytest.raises(UserError, match=r"output = .*file.* cannot be the run's folder"), start(config(output)):
             pass
 
 
@@ -118,7 +110,7 @@ def test_a_refused_start_leaves_nothing_behind_and_removes_nothing_of_others(tmp
     """Regression test: the whole folder was removed, with what others had put there meanwhile."""
     run, note = config(tmp_path / "run"), tmp_path / "run" / "heartbeats" / "note"
 
-    def refused() -> None:
+    def refused():
         with start(run):
             note.write_text("of somebody else")
             raise UserError("no")
@@ -159,7 +151,7 @@ def test_a_run_that_could_write_no_checkpoint_does_not_start(tmp_path):
     ],
 )
 def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(run_that_crashed, wrong, why):
-    def contents() -> dict[str, bytes]:
+    def contents():
         files = (path for path in sorted(run_that_crashed.rglob("*")) if path.is_file() and path.name != LOCK_NAME)
         return {str(path): path.read_bytes() for path in files}
 
@@ -171,7 +163,7 @@ def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(run_that_crashed
 
 
 MOMENT = "exp_avg_sq/visual.proj"
-FORGED: dict[tuple[str, str], Callable[[dict[str, torch.Tensor]], object]] = {
+FORGED = {
     ("moments", "without a moment"): lambda state: state.pop(MOMENT),
     ("moments", "of another shape"): lambda state: state.update({MOMENT: torch.zeros(3)}),
     ("moments", "of integers"): lambda state: state.update({MOMENT: state[MOMENT].long()}),
@@ -183,7 +175,7 @@ FORGED: dict[tuple[str, str], Callable[[dict[str, torch.Tensor]], object]] = {
 }
 
 
-def forge(run: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def forge(run, name, change):
     file = run / "checkpoints" / "step-00000002" / f"{name}.safetensors"
     state = load_file(file)
     change(state)
@@ -195,8 +187,7 @@ def forge(run: Path, name: str, change: Callable[[dict[str, torch.Tensor]], obje
 def test_a_parameter_that_never_has_a_gradient_has_no_moments_at_stage_0(run_that_crashed, tmp_path):
     run = shutil.copytree(run_that_crashed, tmp_path / "run")
     forge(run, "moments", lambda state: [state.pop(f"{key}/visual.proj") for key in ("exp_avg", "exp_avg_sq")])
-    settings = [*settings_of_crash(run_that_crashed), f"output={run}"]
-    train_here(*settings, "engine.deepspeed=zero0_fp32", resume="latest")
+    train_here(*settings_of_crash(run_that_crashed), f"output={run}", "engine.deepspeed=zero0_fp32", resume="latest")
 
 
 def test_a_checkpoint_with_right_hashes_and_wrong_contents_is_refused(run_that_crashed, tmp_path):
@@ -220,38 +211,34 @@ def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed, tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-def settings_of_crash(run: Path) -> list[str]:
+def settings_of_crash(run):
     return settings_in(run.parent, run, "samples=24", "checkpoint.every=2", "checkpoint.keep_last=9")
 
 
 @pytest.fixture(scope="module")
-def run_that_crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_that_crashed(tmp_path_factory):
     """A run with records after its last checkpoint, a heartbeat and an unfinished checkpoint."""
     run = prepare(tmp_path_factory.mktemp("crashed")) / "run"
     train_here(*settings_of_crash(run))
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     (run / "heartbeats" / "rank-00000.json").write_text("{}")
-    (run / "checkpoints" / ".step-00000003").mkdir()
-    (run / "checkpoints" / ".step-00000003" / "done-00000.json").write_text("{}")
+    (part := run / "checkpoints" / ".step-00000003").mkdir()
+    (part / "done-00000.json").write_text("{}")
     return run
 
 
 def test_an_occupied_port_is_a_user_error(monkeypatch):
-    import socket
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in world.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}, which is used by another program"), start_world():
             pass
 
 
 def test_too_many_open_files_are_no_network_error(monkeypatch):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise torch.distributed.DistNetworkError("Failed to init uv loop")
 
     monkeypatch.setattr(start_module.dist, "TCPStore", fail)
@@ -261,3 +248,45 @@ def test_too_many_open_files_are_no_network_error(monkeypatch):
         start_world(),
     ):
         pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = prepare(tmp_path_factory.mktemp("forks"), [30, 34])
+    train_here(*settings_in(base, "first", "samples=48", "checkpoint.every=2", "checkpoint.keep_last=9"))
+    return base
+
+
+def test_the_command_of_a_fork_continues_it(base):
+    first, second, third = (str(base / "first" / "checkpoints" / f"step-0000000{step}") for step in (2, 4, 6))
+    fork = settings_in(base, "fork", "optimizer.lr=1e-4")
+    with pytest.raises(UserError, match="is at step 6 of 6 of this run: there is nothing to train"):
+        train_here(*fork, "samples=48", resume=third)
+    train_here(*fork, "samples=48", resume=first)
+    assert [record["step"] for record in metrics(base / "fork", "train")] == [3, 4, 5, 6]
+    train_here(*fork, "samples=64", resume=first)
+    shutil.move(first, base / "pruned")  # also when its origin was removed, as often as it is repeated
+    for samples in (72, 80):
+        train_here(*fork, f"samples={samples}", resume=first)
+    assert [record["step"] for record in metrics(base / "fork", "train")] == list(range(3, 11))
+    assert json.loads((base / "fork" / "origin.json").read_text())["digest"]
+    shutil.copytree(second, first)  # made anew since
+    for origin, more in ((second, ""), (str(base / "nothing"), ", which does not exist"), (first, "")):
+        with pytest.raises(UserError, match=rf"of a run that was not begun from {origin}{more}: choose another output"):
+            train_here(*fork, "samples=96", resume=origin)
+
+
+def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base):
+    start, another = (str(base / "first" / "checkpoints" / f"step-0000000{step}") for step in (4, 6))
+    fork = settings_in(base, "mirrored", f"checkpoint.mirror=file://{base / 'mirror'}")
+    train_here(*fork, "samples=48", resume=start)
+    for lost in ("mirrored", "mirrored/checkpoints"):
+        shutil.rmtree(base / lost)
+        train_here(*fork, "samples=56", resume=start)
+        assert [record["step"] for record in metrics(base / "mirrored", "train")][-1] == 7
+        messages = [record["message"] for record in metrics(base / "mirrored", "event")]
+        (message,) = [text for text in messages if "was downloaded" in text][-1:]
+        assert "step-00000006" in message or "step-00000007" in message
+    shutil.rmtree(base / "mirrored")
+    with pytest.raises(UserError, match="belongs to run"):
+        train_here(*fork, "samples=56", resume=another)

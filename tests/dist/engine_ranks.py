@@ -46,16 +46,8 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_objective(settings: dict[str, Any], world: World) -> Objective:
-    context = ObjectiveContext(
-        dim=16,
-        batch_size=BATCH,
-        dataset_size=100,
-        steps_per_epoch=6,
-        total_steps=STEPS,
-        world=world,
-        device=world.device,
-    )
-    return build_objective(settings, context=context)
+    sizes = {"dim": 16, "batch_size": BATCH, "dataset_size": 100, "steps_per_epoch": 6, "total_steps": STEPS}
+    return build_objective(settings, context=ObjectiveContext(**sizes, world=world, device=world.device))
 
 
 def make_step(arch: str, name: str, world: World, micro_batch: int | None = None, clipping: float = 0.0) -> TrainStep:

@@ -1,7 +1,5 @@
 """Optimizers compared with FastCLIP's Procedure 4, and their bookkeeping."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -112,13 +110,8 @@ def test_gains_and_biases_are_not_decayed_and_muon_takes_matrices_of_blocks():
     assert found == {n: 0.5 if n in MATRICES else 0.0 for n in by_id.values()}
     assert sum(len(g["params"]) for g in groups) == len(by_id)
     config = OptimizerConfig(name="muon", layer_decay=0.5)
-    net = nn.ModuleDict(
-        {
-            "token_embedding": nn.Embedding(9, 4),
-            "resblocks": nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3)),
-            "proj": nn.Linear(4, 3),
-        }
-    )
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3))
+    net = nn.ModuleDict({"token_embedding": nn.Embedding(9, 4), "resblocks": blocks, "proj": nn.Linear(4, 3)})
     by_id = {id(p): n for n, p in net.named_parameters()}
     found = {by_id[id(p)]: g["name"] for g in parameter_groups(net, config) for p in g["params"]}
     assert {n for n, kind in found.items() if kind == "hidden"} == {"resblocks.0.weight", "resblocks.2.weight"}

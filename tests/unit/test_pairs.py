@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,11 +103,15 @@ def test_damage_is_named_when_the_command_is_repeated(table, tmp_path):
 def test_a_conversion_goes_on_from_another_folder(table, tmp_path, monkeypatch):
     """Regression test: images of a source with a relative name were missing for the run that continued."""
     monkeypatch.chdir(table.parent)
+    write_shard = make_shards.write_shard
+
+    def interrupted(job, shard):
+        if shard:
+            raise KeyboardInterrupt
+        return write_shard(job, shard)
+
     with monkeypatch.context() as patch:
-        real = make_shards.write_shard
-        patch.setattr(
-            make_shards, "write_shard", lambda job, shard: real(job, shard) if not shard else signal.raise_signal(2)
-        )
+        patch.setattr(make_shards, "write_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make(table.name, tmp_path / "out")
     monkeypatch.chdir(tmp_path)

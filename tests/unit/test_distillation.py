@@ -325,7 +325,8 @@ def test_facts_that_are_impossible_or_of_other_records_are_refused(base, tmp_pat
         (base / "features", {"facts": {name: value}}, rf"\(in features\.json, {name} is wrong: ")
         for name, value in wrong.items()
     ]
-    refused.append((base / "features", {"stored": 99}, r"features\.json says that -51 of all 48 are missing"))
+    says = r"features\.json says that {} of 48 samples have features"
+    refused += [(base / "features", {"stored": stored}, says.format(stored)) for stored in (99, -1, 46.5)]
     damaged = "48 of the 48 features checked are missing, damaged or of another"
     others = ({"model": "x"}, {"data": ["x"]}, {"caption": "json:url"})
     refused += [(base / "features", {"facts": other}, damaged) for other in others]

@@ -46,6 +46,7 @@ def test_what_is_no_manifest_is_refused(tmp_path):
         ('"sha256"', '"md5"', "it lacks 'sha256'"),
         ("\n ]\n}", "", "is damaged"),
         ('"a/000', '3, "x": "', "is damaged"),
+        ('"a/000', '"a\\u0000/000', "zero byte"),
         ('"samples": 3,\n   "b', '"samples": "3",\n   "b', "is damaged"),
         ('"samples": 3,\n   "b', f'"samples": {2**63},\n   "b', "is damaged"),
     ]

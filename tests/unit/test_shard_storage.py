@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,10 @@ def test_an_altered_shard_is_noticed_at_its_end_wherever_reading_begins(tmp_path
     with pytest.raises(UserError, match=r"00000.tar are not those of its manifest: .* its 3 samples, ids 0 to 2, may"):
         next(records)
     assert len(list(reader(manifest, altered_shards="stop").read(3))) == 2, "the other shard is intact"
-    for position in (0, 1, 2):
+    rows = [(f"file://{tmp_path / s.name}", s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    for given, position in itertools.product((manifest, make_manifest(rows)), (0, 1, 2)):  # URLs are hashed, too
         caplog.clear()
-        one = reader(manifest, altered_shards="skip")
+        one = reader(given, altered_shards="skip")
         problems = [record.problem for record in one.read(position)]
         assert problems == [""] * (2 - position) + [ALTERED, "", ""]
         assert [record.problem for record in one.read(0)] == [ALTERED] * 3 + [""] * 2

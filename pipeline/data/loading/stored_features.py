@@ -191,6 +191,8 @@ class StoredFeatures:
             self.file.open()
             self.missing: int = self.facts.samples - tree.get("stored", 0)
             """Samples without features, such as corrupt ones."""
+            if self.missing not in range(self.facts.samples + 1):
+                raise ValueError(f"{FACTS} says that {tree['stored']} of {self.facts.samples} samples have features")
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             why = first_problem(error, file=FACTS) if isinstance(error, ValidationError) else error
             raise UserError(

@@ -51,11 +51,11 @@ def check_captions(config: DataConfig) -> None:
     A source without a readable manifest or first shard is passed over: whatever reads the data reports it.
     """
     for source in config.sources:
-        manifest = None
-        with suppress(UserError, OSError):
+        try:
             manifest = load_manifest(source.manifest, allow_outside=config.allow_outside)
-        if manifest is not None:
-            check_caption(manifest, source.caption or config.caption)
+        except (UserError, OSError):
+            continue
+        check_caption(manifest, source.caption or config.caption)
 
 
 def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:

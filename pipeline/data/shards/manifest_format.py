@@ -84,8 +84,8 @@ class ShardTable:
 
     def __init__(self, rows: Iterable[tuple[str, int, int, str]]) -> None:
         names, samples, sizes, digests = list(zip(*rows, strict=True)) or [()] * 4
-        if not all(isinstance(text, str) for text in (*names, *digests)):
-            raise TypeError("a name or hash of a shard is no text")
+        if not all(isinstance(text, str) and "\0" not in text for text in (*names, *digests)):
+            raise TypeError("a name or hash of a shard is no text, or holds a zero byte")
         self._names, self._digests = names, digests
         self.samples: Int64 = np.frombuffer(array("q", samples), np.int64)
         """Samples of each shard, [m]."""

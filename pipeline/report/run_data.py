@@ -138,7 +138,7 @@ def _parse_metrics(lines: Sequence[bytes], notes: list[str]) -> tuple[list[Row],
                 whole = {key: int(row[key]) for key in ("step", "samples")[: 1 + (kind == "train")]}
                 steps[kind][whole["step"]] = {**row, **whole}
             elif "message" in row:
-                events.append(row)
+                events.append({**row, "time": round(1e3 * row["time"]) / 1e3, "data": dict(row.get("data") or {})})
         except (ValueError, KeyError, TypeError, OverflowError):
             damaged += 1
     if damaged:
@@ -151,11 +151,13 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
     if not (sources := flatten(config).get("data.sources")):
         notes.append("No ingestion figures: the configuration names no data (data.sources).")
         return ()
-    manifests = []
+    manifests, here, output = [], folder.resolve(), Path(str(config.get("output")))
+    # Relative paths are relative to the folder that the run was started in: the run's without its `output`.
+    inside = not output.is_absolute() and here.parts[-len(output.parts) :] == output.parts
+    started = Path(*here.parts[: -len(output.parts)]) if inside else here.parent
     for source in sources if isinstance(sources, list) else [sources]:
         given = str(source.get("manifest")) if isinstance(source, Mapping) else str(source)
-        # Relative to where the run was started: this folder, the run's, or one above it.
-        places = [Path(given), *(above / given for above in (folder.resolve(), *folder.resolve().parents))]
+        places = [Path(given), started / given, folder / given]
         try:
             place = next((place for place in places if place.exists()), places[0])
             manifests.append(load_manifest(place, allow_outside=True))  # a report reads no shards

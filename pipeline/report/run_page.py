@@ -111,23 +111,23 @@ def _validation(run: Run) -> list[Tile]:
     best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
     where = f"at step {best['step']:,}, the lowest of {len(finite)}"
     end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
-    recalls = [float(best[key]) for key in RECALLS]
-    among = f"mean of {' and '.join(f'{value:.1%}' for value in recalls)} among {best['pairs']:,.0f} held-out pairs"
-    return [
-        Tile("Validation loss", f"{best['loss']:.3f}", where + end),
-        Tile("Validation R@1", f"{sum(recalls) / 2:.1%}", among),
-    ]
+    made = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
+    if all(is_finite(best.get(key)) for key in (*RECALLS, "pairs")):
+        recalls = [float(best[key]) for key in RECALLS]
+        both = " and ".join(f"{value:.1%}" for value in recalls)
+        among = f"mean of {both} among {best['pairs']:,.0f} held-out pairs"
+        made.append(Tile("Validation R@1", f"{sum(recalls) / 2:.1%}", among))
+    return made
 
 
 def _news(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The time since the first event and the message of events, without the ends of epochs, of which metrics.jsonl has
     each; those with corrupt samples stay."""
-    news = []
-    for event in events:
-        facts = event.get("data") or {}
-        if "order_hash" not in facts or facts.get("replaced"):
-            news.append((duration(max(0.0, event["time"] - events[0]["time"])), event["message"]))
-    return news
+    return [
+        (duration(max(0.0, event["time"] - events[0]["time"])), event["message"])
+        for event in events
+        if "order_hash" not in event["data"] or event["data"].get("replaced")
+    ]
 
 
 def _data_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -155,9 +155,16 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path):
         assert "No configuration: config.yaml cannot be read" in " ".join(read_run(folder).notes)
     (folder / "config.yaml").write_text("data: {sources: 5}\n")
     line = {"kind": "train", "step": 1, "samples": 8, "loss": 10**30, "other": 10**400}
-    (folder / "metrics.jsonl").write_text(json.dumps(line))
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert "No ingestion figures of 5" in write_report([folder]).read_text()
     assert read_run(folder).scalars() == ["loss"]
+    odd = ({}, {"time": "x"}, {"time": math.inf}, {"time": 1, "data": [1]})
+    append(folder, *({"kind": "event", "message": "m", **facts} for facts in odd))
+    append(folder, {"kind": "validation", "step": 1, "loss": 1.25})  # without its recalls
+    html = write_report([folder]).read_text()
+    assert "1.250" in html
+    assert "R@1" not in html
+    assert "4 of 6 lines of metrics.jsonl could not be read" in html
 
 
 def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
@@ -167,6 +174,8 @@ def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monk
     (folder / "config.yaml").write_text(json.dumps(config))
     monkeypatch.chdir("/")
     assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
+    (folder / "config.yaml").write_text(json.dumps({**config, "output": "/elsewhere/one"}))
+    assert not read_run(folder).manifests  # a folder of this name further up may hold other data
 
 
 def test_damaged_results_and_those_of_other_weights_are_skipped_and_listed(run):

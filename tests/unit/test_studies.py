@@ -47,6 +47,17 @@ def test_every_study_gives_distinct_runs_at_every_size(name):
         assert size != "desk" or not grouped or {unit.arm for unit in units} <= grouped, "an arm is in no figure"
 
 
+def test_all_ablations_of_the_paper_are_included():
+    """NeuCLIP Tables 17 to 21: the values of T_r, T_u and m, at the learning rate of Table 4."""
+    runs = [unit.run.objective for unit in units_of("npn", size="paper") if unit.setting == "dfn14m" and not unit.seed]
+    assert {run.restart_every for run in runs if run.npn == "prototypes"} == {20, 100, 500, 2500, 0}
+    assert {run.inner_steps for run in runs} == {1, 5, 10, 20, 50}
+    assert {run.prototypes for run in runs} == {1024, 2048, 4096, 8192}
+    varied = [run.npn_lr for run in runs if run.name == "neuclip_literal" and run.npn_optimizer == "adagrad"]
+    assert varied == [1.0] * len(varied)
+    assert len(varied) >= 13
+
+
 def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network():
     """NeuCLIP Table 13, with the time shares of Table 5."""
     units = {(unit.setting, unit.arm): unit.run.samples for unit in units_of("methods", size="paper") if not unit.seed}

@@ -31,7 +31,13 @@ def command(model: str, output: Path, onnx: bool, form: str, best: bool, average
     folder as "local-dir:OUTPUT", or after `hf upload NAME OUTPUT` as "hf-hub:NAME". --format transformers writes a
     CLIPModel or SiglipModel instead. All exported models are compared with the trained model.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary folders
+    stopped: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(128 + number)
+        sys.exit(stopped[0])  # removes temporary folders
+
+    signal.signal(signal.SIGTERM, stop)
     check_new_folder(output)  # before imports that take seconds
     check_model(model)
     for wrong, message in (
@@ -47,7 +53,14 @@ def command(model: str, output: Path, onnx: bool, form: str, best: bool, average
     folder, chosen = model_folder_in(Path(model)), None
     if best or average or (folder is not None and (folder / META_NAME).is_file()):
         chosen = choose_checkpoint(Path(model), best=best)
-    difference, note = export(chosen or model, output, form=form, onnx=onnx, average=average, licence=licence)
+    try:
+        difference, note = export(
+            chosen or model, output, form=form, onnx=onnx, average=average, licence=licence, stopped=stopped
+        )
+    except Exception:
+        if stopped:  # modules written in C turn a SystemExit into other errors
+            sys.exit(stopped[0])
+        raise
     for path in sorted(path for path in output.rglob("*") if path.is_file()):
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     what, other = (f"Step {chosen.step:,}", "trained") if chosen else (model, "given")

@@ -17,6 +17,8 @@ import logging
 import math
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ def export(
     onnx: bool = False,
     average: bool = False,
     licence: str | None = None,
+    stopped: Sequence[int] = (),
 ) -> tuple[float, str]:
     """Write a folder, and compare everything in it with the trained towers before it is kept.
 
@@ -77,6 +80,7 @@ def export(
         onnx: Add both towers as ONNX, to open_clip's form.
         average: Export the average of the weights (EMA).
         licence: The hub's identifier of the weights' licence, for the model card.
+        stopped: Exit codes of signals that have arrived meanwhile, though a module may have swallowed their exceptions.
 
     Returns:
         The largest difference of any feature or logit from the trained model's, and a sentence for the user and the
@@ -108,6 +112,8 @@ def export(
                 f"The export differs from the trained model by {worst:.1e}, more than {TOLERANCE:g}: it is not kept. "
                 "Other versions of torch or open_clip than those of the checkpoint may be the cause."
             )
+        if stopped:
+            sys.exit(stopped[0])
         check_new_folder(output)  # again: another process may have written there
         if target.exists() and target.samefile(os.curdir):  # a shell's folder must not be replaced under it
             for path in temporary.iterdir():

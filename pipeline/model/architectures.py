@@ -81,7 +81,7 @@ def register(arch: str) -> str:
     if path.is_file():
         try:  # open_clip passes over such files
             check_types({"model_cfg": parse_mapping(read_bounded(path))}, file=path)
-        except (OSError, ValueError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             raise UserError(f"model.arch = {path} is not in open_clip's format: {in_a_line(error)}.") from error
         open_clip.add_model_config(path)
         return path.stem

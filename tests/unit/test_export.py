@@ -193,6 +193,23 @@ def test_a_terminated_export_leaves_nothing(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_signal_whose_exception_is_replaced_or_swallowed_stops_an_export(run, tmp_path, monkeypatch, swallowed):
+    """Regression test: while weights were written, a SystemExit became this TypeError: "a bug", exit code 70."""
+
+    def signalled(*_: Any, **__: Any) -> float:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            if not swallowed:
+                raise TypeError("could not determine the shape of object type 'UntypedStorage'") from error
+        return 0.0
+
+    monkeypatch.setattr(exporter, "_check_open_clip", signalled)
+    result = CliRunner().invoke(command, [str(run), "--output", str(tmp_path / "out")])
+    assert (result.exit_code, list(tmp_path.iterdir())) == (128 + signal.SIGTERM, [])
+
+
 def test_an_export_that_differs_is_refused(run, tmp_path, monkeypatch):
     """Also where only texts differ, by NaN."""
     monkeypatch.setattr(EvaluationModel, "encode_text", lambda self, text: torch.full((len(text), self.dim), torch.nan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
@@ -10,6 +11,21 @@ from typing import Any
 import cv2
 import numpy as np
 from PIL import Image
+
+HEIC = base64.b64decode(
+    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAXxtZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJpbG9jAAAA"
+    "AERAAAEAAQAAAAABoAABAAAAAAAAAEMAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAABAAAA/GlwcnAAAADc"
+    "aXBjbwAAAHVodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNgAAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQApQgEBA3AAAAMAkAAAAwAA"
+    "AwAeoCCBBZbqrprm4CGgwIAAAAyAAAADAIRiAAEABkQBwXPBiQAAABNjb2xybmNseAABAA0ABoAAAAAUaXNwZQAAAAAAAABAAAAAQAAAAChjbGFw"
+    "AAAAGAAAAAEAAAAQAAAAAf///9gAAAAC////0AAAAAIAAAAQcGl4aQAAAAADCAgIAAAAGGlwbWEAAAAAAAAAAQABBYECAwWEAAAAS21kYXQAAAA/"
+    "KAGvEyFdo0D2tFWmg6c9g3nwMmhzSg3Co6c7N1AiCU0i+Gg01YdQfp3ACPBgKyYPhMW6kHAaduZAh6822he4"
+)
+"""A ramp of 24 x 16 pixels, by libheif."""
+JPEG_XL = base64.b64decode(
+    "/woDBwATiAIARAG1nyAAABUqo4wbvJzr+fJDh8W0jesMbbVtYQljs70wSEg4Q+aNgv7mkPC4jGF0AJChCJGauq0kkZDI273ZSFCExv0XoE4A0AAA"
+    "Yew3ZAEFEAA="
+)
+"""The same, by libjxl."""
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:

@@ -22,7 +22,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,10 @@ class Folder:
         except UserError:
             if not any(any(path.glob("*")) for path in self._contents):
                 for path in new:
-                    shutil.rmtree(path, ignore_errors=True)
+                    if path == self.locks:
+                        shutil.rmtree(path, ignore_errors=True)
+                    with suppress(OSError):  # one in which somebody has put a file stays
+                        path.rmdir()
             raise
 
     def numbered(self, suffix: str) -> list[int]:

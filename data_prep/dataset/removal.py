@@ -77,7 +77,7 @@ def remove(root: str | Path, names: Set[str], *, allow_outside: bool = False) ->
                 matched |= matching
                 if name is not None:
                     hits.setdefault(name, set()).add(key)
-        is_whole = not folder.is_download or len(folder.finished()) == load_plan(folder).shards
+        is_whole = not folder.is_download or set(range(load_plan(folder).shards)) <= set(folder.finished())
         changing = [shard for shard in before.shards if shard.name in hits]
         if is_whole and hits and sum(map(len, hits.values())) >= before.n:
             raise UserError(
@@ -108,7 +108,7 @@ def remove(root: str | Path, names: Set[str], *, allow_outside: bool = False) ->
 def _named_in_download(folder: Folder) -> Iterator[tuple[str | None, str, set[str]]]:
     """Shard, key and names of every row of the list; rows without a sample have no shard."""
     finished = set(folder.finished())
-    for number in range(load_plan(folder).shards):
+    for number in sorted(finished.union(range(load_plan(folder).shards))):
         columns = ["row", "key", "status", "url", "uid", *HASH_KINDS]
         table = read_meta(folder, number, columns) if number in finished else read_shard(folder, number)
         for row in table.to_pylist():

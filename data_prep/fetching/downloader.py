@@ -93,7 +93,7 @@ class ShardDownloader(Downloader):
         # URLs that are not requested. If a removed URL is in a kept row as well, the writer decides.
         removed = folder.removed_names()
         opener.removed = {row["url"] for row in rows} - {r["url"] for r in rows if removed.isdisjoint(names_of(r))}
-        writer = ShardWriter(shard, folder, self._plan, rows=rows, kept=kept, decoder=decoder)
+        writer = ShardWriter(shard, folder, self._plan, rows=rows, kept=kept, decoder=decoder, opener=opener)
         if not is_retry:
             writer.outcomes[reasons.NO_HASH] += len(kept)
         asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))

@@ -88,7 +88,8 @@ def checked_url(url: str, *, what: str = "") -> urllib.parse.SplitResult:
             if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
                 host = host.encode("idna").decode()
             path, query = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
-            parts = parts._replace(netloc=host + colon + port, path=path, query=query, fragment="")
+            sent = parts._replace(netloc=host + colon + port, path=path, query=query, fragment="")
+            parts = urllib.parse.urlsplit(sent.geturl())  # which refuses what has become of an odd host
         if not parts.scheme:
             raise ValueError(f"unknown url type: {url!r:.80}")
         if parts.scheme not in ("http", "https"):

@@ -27,6 +27,7 @@ from pipeline.versions import version_of
 
 if TYPE_CHECKING:
     from data_prep.fetching.decoder import Decoder
+    from data_prep.fetching.opener import Opener
 
 _HEARTBEAT_SECONDS = 0.5
 SUCCESS = "success"
@@ -40,8 +41,8 @@ class ShardWriter:
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
     sorted. A live file beside it reports the progress to the supervisor, also that the shard is published.
 
-    img2dataset swallows exceptions of `write`. The first one is therefore stored, and raised by `close`: a shard is
-    published completely or not at all.
+    img2dataset swallows exceptions of `write`. The first one is therefore stored, stops the requests of `opener`, and
+    is raised by `close`: a shard is published completely or not at all.
 
     `rows` are all of the shard's rows, as dicts of the plan's columns. `kept` are rows of the meta file that are not
     fetched, by number: their samples are taken from the published tar. `decoder` says whether the image that it has
@@ -57,8 +58,9 @@ class ShardWriter:
         rows: list[dict[str, Any]],
         kept: Mapping[int, dict[str, Any]],
         decoder: Decoder,
+        opener: Opener,
     ) -> None:
-        self._shard, self._folder, self._plan, self._decoder = shard, folder, plan, decoder
+        self._shard, self._folder, self._plan, self._decoder, self._opener = shard, folder, plan, decoder, opener
         self._rows = {row["row"]: row for row in rows}
         self._removed = folder.removed_names()
         self._meta = dict(kept)
@@ -78,6 +80,7 @@ class ShardWriter:
             self._take(img_str, caption, meta)
         except Exception as error:
             self._failure = error
+            self._opener.removed = {row["url"] for row in self._rows.values()}
 
     def close(self) -> None:
         """Publish the shard: rows that were not requested are as before, and those that img2dataset lost have failed.

@@ -105,6 +105,17 @@ def test_wrong_tables_are_refused_with_the_remedy(tmp_path):
     assert (ingest.prepare(config, on_note=notes.append)[1].rows, notes) == (20, [])
 
 
+def test_a_refused_start_leaves_what_somebody_has_put_into_its_new_folder(tmp_path, monkeypatch):
+    def check(*_: object, **__: object) -> None:
+        (tmp_path / "out/mine").write_text("x")
+        raise UserError("refused")
+
+    monkeypatch.setattr(ingest, "check_source", check)
+    with pytest.raises(UserError, match="refused"):
+        ingest.prepare(download_config(tmp_path / "out", tmp_path / "urls.parquet"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
 def test_unavailable_distributor_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ingest.importlib.util, "find_spec", lambda name: None)
     for name in ("pyspark", "ray"):

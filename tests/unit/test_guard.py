@@ -148,6 +148,7 @@ def test_invalid_urls_are_reported_as_bad_urls():
         ("http://[::1/x", "Invalid IPv6 URL"),
         ("http://127.0.0.1:99999/x", "Port out of range"),
         ("http://127.0.0.1:http/x", "Port could not be cast"),
+        ("http://é[::1]/x", "'-9fa::1' does not appear to be an IPv4 or IPv6 address"),
         ("no url", "unknown url type"),
         ("", "unknown url type"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -14,6 +15,8 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.verification import verify
 from data_prep.download_config import GuardConfig
+from data_prep.fetching import shard_writer
+from data_prep.fetching.downloader import ShardDownloader
 from data_prep.ingest import prepare
 from pipeline.errors import UserError
 from tests.ingested import fetch_here, made, own_opener, prepared, site  # noqa: F401
@@ -28,6 +31,20 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site, tmp_pa
     folder.removed.write_text("0000000001\n")
     assert fetch_here(config, plan, [0]).failures == {"removed": 1}
     assert [key for key, _ in canonical_tar.samples(folder.tar(0))] == ["0000000000"]
+
+
+def test_a_failed_write_stops_the_requests_of_its_shard(site, tmp_path, monkeypatch):
+    """Servers are not asked in vain when the disk is full."""
+    urls = [site.image(f"/full-{k}", jpeg(side=30 + k % 5)) for k in range(300)]
+    config, plan = prepared(tmp_path, {"url": urls, "caption": ["a cat"] * 300})
+    config = replace(config, fetch=replace(config.fetch, threads=4))
+    folder, asked = Folder(tmp_path / "data"), len(site.agents)
+    monkeypatch.setattr(shard_writer, "facts_text", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert not ShardDownloader(config, folder, plan)((0, str(folder.staging / "0.arrow")))[0]
+    assert folder.finished() == []
+    assert len(site.agents) - asked < 100, "a few that were under way"
+    monkeypatch.undo()
+    assert fetch_here(config, plan, [0]).n == 300
 
 
 def test_unreadable_lines_are_counted(site, tmp_path):

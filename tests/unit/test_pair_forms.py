@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tarfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,13 @@ import pytest
 from PIL import Image, ImageFile
 
 from data_prep.dataset.ingest_report import write_report
+from data_prep.fetching.served_image import check_image, decode
 from data_prep.pairs.pair import captions_of_list
+from data_prep.reasons import FetchError
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from pipeline.pictures import pixels
+from tests.images import HEIC
 from tests.pair_files import (
     NAMES,
     PICTURES,
@@ -323,8 +327,7 @@ def test_folders_of_classes_are_named(tmp_path):
 
 
 def test_heic_needs_a_package_which_is_named(tmp_path, monkeypatch):
-    heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
-    write_files(tmp_path / "in", {"0.heic": heic, "1.avif": picture(1, kind="AVIF"), "0.txt": b"x", "1.txt": b"x"})
+    write_files(tmp_path / "in", {"0.heic": HEIC, "1.avif": picture(1, kind="AVIF"), "0.txt": b"x", "1.txt": b"x"})
 
     class Heif(ImageFile.ImageFile):
         """Shows every HEIC as a red square."""
@@ -349,6 +352,9 @@ def test_heic_needs_a_package_which_is_named(tmp_path, monkeypatch):
         words = "unsupported format: 0.heic (HEIC, which needs: pip install 'neuclip[heif]')"
         assert (words in said) == (count == 1)
         assert len(stored(tmp_path / str(count))) == count
+        with nullcontext() if count == 2 else pytest.raises(FetchError, match="unsupported format: HEIC"):
+            check_image(HEIC, content_type="", max_pixels=400)
+            assert decode(HEIC).array.shape == (20, 20, 3)
     pixels._formats.cache_clear()
 
 

@@ -30,7 +30,7 @@ from pipeline.model.evaluation_model import _open
 from pipeline.pictures import ImageError, jpeg, pixels
 from pipeline.pictures.pixels import read_rgb
 from pipeline.playground.explorer import open_image as shown
-from tests.images import encoded
+from tests.images import HEIC, JPEG_XL, encoded
 from tests.unit.test_imports import MODULES, name_of
 
 WIDTH, HEIGHT = 40, 24
@@ -118,9 +118,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "EPS": (encoded(RGB, "EPS"), pictures.UNSUPPORTED),
     "PDF": (encoded(RGB, "PDF"), pictures.UNSUPPORTED),
     "ICO": (encoded(RGB, "ICO"), pictures.UNSUPPORTED),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), pictures.UNSUPPORTED),
+    "HEIC": (HEIC, pictures.UNSUPPORTED),
     "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), pictures.UNSUPPORTED),
-    "JPEG XL": (b"\xff\x0a" + bytes(99), pictures.UNSUPPORTED),
+    "JPEG XL": (JPEG_XL, pictures.UNSUPPORTED),
     "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), pictures.UNSUPPORTED),
     "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], pictures.TRUNCATED),
 }  # fmt: skip

@@ -243,7 +243,8 @@ def _selected(source: SourceConfig, subset: Subset, counts: Counter[str]) -> Ite
             place = batch.schema.names.index(source.hash_kind)
             batch = batch.set_column(place, source.hash_kind, pc.utf8_lower(batch.column(source.hash_kind)))
         naming = batch.column("uid") if source.uid else batch.column("url")
-        yield batch.filter(pa.array(subset.mask(pc.fill_null(naming, "").to_pylist())))
+        mask = subset.mask(pc.fill_null(naming, "").to_pylist())
+        yield batch if mask.all() else batch.filter(pa.array(mask))  # which does not know every type
 
 
 def _write_list(folder: Folder, batches: Iterator[Any], shard_size: int) -> tuple[int, str, dict[str, str]]:

@@ -167,8 +167,11 @@ def test_mistakes_in_the_yaml_and_data_that_does_not_match_it_are_reported(tmp_p
     csv = "a: {csv: items.csv, image: file, label: kind"
     for text, message in (
         ("a: {}", "needs exactly one of folder, csv and dataset"),
+        ("a: {folder: x, csv: y}", "needs exactly one of folder, csv and dataset"),
         ("a: {folder: x, label: y}", "The labels of a folder are the names of its folders"),
         ("a: {csv: x}", "either caption .* or label"),
+        ("a: {csv: x, caption: y, label: z}", "either caption .* or label"),
+        ("a: {csv: x, caption: y, prompts: {b: [c]}}", "prompts are for classes, .* or a caption"),
         ("a: {folder: x, templates: [photo]}", "the template 'photo' needs {c}"),
         ("a: {folder: x, templates: ['{c}'], prompts: {b: [c]}}", "prompts are for classes, instead of templates"),
         ("a: {folder: x, metric: recall}", "metric = 'recall' is not known. Allowed: acc1, acc5"),
@@ -179,6 +182,7 @@ def test_mistakes_in_the_yaml_and_data_that_does_not_match_it_are_reported(tmp_p
         ("a: {folder: x, protocol: retrieva}", "no such evaluation protocol. The nearest is retrieval"),
         ("", "describes no task"),
         ("a: {folder: nowhere}", r"1 of 1 tasks is not where .* says \(a: .*nowhere\)"),
+        (f"a: {{folder: {'x' * 300}}}", "1 of 1 tasks is not where"),
         ("Summary: {folder: pictures}", "to one with another purpose: rename"),
         ("a/b: {csv: items.csv, label: y}\na--b: {csv: items.csv, label: y}", "a/b and a--b would be written to the"),
         ("a: {csv: items.csv, image: file, label: x}", "has no column x; its columns are file, kind"),

@@ -140,7 +140,7 @@ def open_suite(
     opened = opened.only(tasks) if tasks else opened
     described = [(entry.task.key, entry.folder) for entry in opened.entries if entry.own is not None and entry.folder]
     # What is on the hub is fetched when it is opened.
-    missing = [f"{key}: {place}" for key, place in described if not place.exists() and place.parent.name != HUB]
+    missing = [f"{key}: {place}" for key, place in described if not os.path.exists(place) and place.parent.name != HUB]
     if missing and not partial:
         raise UserError(
             f"The data of {len(missing)} of {len(opened.entries)} tasks is not where their {TASKS_NAME} says "

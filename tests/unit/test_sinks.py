@@ -42,7 +42,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def test_rank_0_alone_has_sinks(tmp_path):
-    """Those of a user's own are in test_own_parts.py."""
+    """Those of a user's own are in test_own_package.py."""
     for is_main in (False, True):
         assert not list(tmp_path.iterdir())
         telemetry = opened(tmp_path, first_step=3, is_main=is_main)

@@ -164,7 +164,8 @@ def check_writable(path: str | Path) -> Path:
         UserError: Its folder does not exist or cannot be written to, or it is a folder.
     """
     path = Path(path)
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         why = "it is a folder, its folder does not exist, or you may not write there"
         raise UserError(f"Cannot write {path}: {why}. Name another file.")
     return path

@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.files import (
     LEFTOVERS,
     UMASK,
+    check_writable,
     file_lock,
     lock_holder,
     new_folder,
@@ -112,6 +113,14 @@ def test_names_from_outside_stay_within_their_folder(tmp_path):
     assert path_below(tmp_path, "ema/a.json", what="It") == tmp_path / "ema" / "a.json"
     with pytest.raises(UserError, match=r"It is named 'ema/a\.json'"):
         plain_name("ema/a.json", what="It")
+
+
+def test_a_place_for_a_result_is_refused_before_the_work(tmp_path):
+    file = write_text(tmp_path / "file", "")
+    assert check_writable(tmp_path / "new") == tmp_path / "new"
+    for path in (tmp_path, tmp_path / "no" / "list", file / "list"):
+        with pytest.raises(UserError, match=r"Cannot write .*its folder does not exist"):
+            check_writable(path)
 
 
 def test_a_lock_has_one_holder_or_several_that_share_it(tmp_path):

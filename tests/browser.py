@@ -1,12 +1,7 @@
 """A headless Chromium for page tests, which are skipped if it is not installed."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +24,7 @@ TEXT_SIZES = """() => {
 
 
 @contextmanager
-def browser() -> Iterator[Any]:
+def browser():
     """Start the browser, and close it at the end; skip the test if it or playwright is not installed."""
     api = pytest.importorskip("playwright.sync_api", reason="not installed: pip install -e '.[browser]'")
     path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -44,7 +39,7 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(started: Any, page: Path | str, *, width: int, dark: bool = False) -> Iterator[Any]:
+def opened(started, page, *, width, dark=False):
     """Open a page in a window of this width, with all collapsible parts expanded."""
     url = page if isinstance(page, str) else page.resolve().as_uri()
     tab = started.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
@@ -56,7 +51,7 @@ def opened(started: Any, page: Path | str, *, width: int, dark: bool = False) ->
         tab.close()
 
 
-def problems_everywhere(started: Any, page: Path | str) -> list[str]:
+def problems_everywhere(started, page):
     """Return the problems of a page at every tested width, in light and dark mode."""
     found = []
     for width in WIDTHS:
@@ -67,7 +62,7 @@ def problems_everywhere(started: Any, page: Path | str) -> list[str]:
     return found
 
 
-def problems(tab: Any, *, width: int) -> list[str]:
+def problems(tab, *, width):
     """Return the problems of a page: axe-core violations, overflow, and text too small for a phone."""
     from axe_playwright_python.sync_playwright import Axe
 

@@ -12,10 +12,9 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import click
@@ -44,15 +43,15 @@ class Line:
     environment: dict[str, str]
     words: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}: {' '.join(self.words)}"
 
 
-def blocks(language: str, page: Path) -> list[str]:
+def blocks(language, page):
     return [body for lang, body in BLOCK.findall(page.read_text(encoding="utf-8")) if lang == language]
 
 
-def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
+def lines(pages=PAGES):
     """Every command of the pages' bash blocks, without comments."""
     found = []
     for page in pages:
@@ -65,7 +64,7 @@ def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
     return found
 
 
-def check(line: Line) -> None:
+def check(line):
     """Pass the line to the parser of the program that it calls; errors of that parser are propagated."""
     program, arguments = line.words[0], list(line.words[1:])
     if Path(program).suffix == ".sh" or (program == "bash" and arguments):
@@ -77,7 +76,7 @@ def check(line: Line) -> None:
         PROGRAMS[program](arguments)
 
 
-def check_job(name: str, arguments: list[str]) -> None:
+def check_job(name, arguments):
     """Check `neuclip NAME ARGUMENTS` or `-m jobs.NAME ARGUMENTS`: options by click, settings by the configuration."""
     assert name in COMMANDS, f"there is no command {name}"
     command = cli.get_command(click.Context(cli), name)
@@ -93,7 +92,7 @@ def check_job(name: str, arguments: list[str]) -> None:
         SETTINGS[name](None if recipe is None else ROOT / recipe, settings)
 
 
-def _neuclip(arguments: list[str]) -> None:
+def _neuclip(arguments):
     arguments = [word for word in arguments if word != "--debug"]
     if arguments[0] not in ("--help", "--version"):
         check_job(arguments[0], arguments[1:])
@@ -103,14 +102,14 @@ class _Parsed(Exception):
     """Raised when the parser has accepted the arguments, so that the command itself does not run."""
 
 
-def _module(module: str, arguments: list[str]) -> None:
+def _module(module, arguments):
     """Check a job, or run another program until its argparse or click parser has accepted the arguments."""
     if not module.startswith(("jobs.bench.", "data_prep.")):
         check_job(module.removeprefix("jobs."), arguments)
         return
     real = argparse.ArgumentParser.parse_args
 
-    def parse_only(self: Any, *args: Any, **kwargs: Any) -> None:
+    def parse_only(self, *args, **kwargs):
         real(self, *args, **kwargs)
         raise _Parsed
 
@@ -124,7 +123,7 @@ def _module(module: str, arguments: list[str]) -> None:
         raise AssertionError(f"{module} has no parser that could accept {arguments}")
 
 
-def _launcher(program: str, arguments: list[str]) -> None:
+def _launcher(program, arguments):
     """Check the options of a launcher, and of the module that it starts."""
     from accelerate.commands.launch import launch_command_parser
     from deepspeed.launcher.runner import parse_args
@@ -141,7 +140,7 @@ def _launcher(program: str, arguments: list[str]) -> None:
     assert options.module
 
 
-def _sbatch(arguments: list[str]) -> None:
+def _sbatch(arguments):
     """Check the options of sbatch, then one of our scripts and its arguments."""
     place = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
     script = ROOT / arguments[place]
@@ -150,7 +149,7 @@ def _sbatch(arguments: list[str]) -> None:
         check(Line(script.name, {}, tuple(words)))
 
 
-def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> Iterator[list[str]]:
+def _dry_run(script, arguments, environment):
     """Yield the commands that one of our scripts would run."""
     variables = {**os.environ, **environment, "CONTAINER": "", "DRY_RUN": "1"}
     words = ["bash", script, *arguments]
@@ -165,12 +164,12 @@ def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> 
         yield [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in words]
 
 
-def _make(arguments: list[str]) -> None:
+def _make(arguments):
     for target in (word for word in arguments if "=" not in word):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
 
 
-def _container(arguments: list[str]) -> None:
+def _container(arguments):
     """Check docker and apptainer: the files of ours that they name, and the command that runs in the container."""
     for option, value in itertools.pairwise(arguments):
         if option == "--file":
@@ -193,17 +192,17 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
-def _training(recipe: Path | None, settings: list[str]) -> None:
+def _training(recipe, settings):
     load_recipe(recipe, settings if recipe is not None else [*BARE, *settings], dataset_size=100_000)
 
 
-def _download(recipe: Path | None, settings: list[str]) -> None:
+def _download(recipe, settings):
     tree = read_yaml(recipe) if recipe is not None else {}
     source = parse(DownloadConfig, merge(tree, parse_overrides(settings))).source
     assert source.table or source.hub, settings
 
 
-def _watch(recipe: Path | None, settings: list[str]) -> None:
+def _watch(recipe, settings):
     from pipeline.evaluation.watcher import WatchConfig
 
     tree = parse_overrides(settings)

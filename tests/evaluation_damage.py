@@ -12,7 +12,7 @@ import os
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,32 +36,32 @@ TEMPLATES = "zeroshot_classification_templates.txt"
 PARTS = ("data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet")
 
 
-def members(tar: Path) -> dict[str, bytes]:
+def members(tar):
     with tarfile.open(tar) as opened:
         return {member.name: opened.extractfile(member).read() for member in opened.getmembers()}
 
 
-def edit_tar(folder: Path, changes: Mapping[str, bytes | None]) -> None:
+def edit_tar(folder, changes):
     """Change members of the first tar; those that are None are dropped."""
     changed = {**members(folder / "test/0.tar"), **changes}
     write_members(folder / "test/0.tar", ((name, body) for name, body in changed.items() if body is not None))
 
 
-def join_tars(folder: Path) -> None:
+def join_tars(folder):
     first, second = folder / "test/0.tar", folder / "test/1.tar"
     first.write_bytes(first.read_bytes() + second.read_bytes())
     second.unlink()
     (folder / "test/nshards.txt").write_text("1\n")
 
 
-def swap_two_images(folder: Path) -> None:
+def swap_two_images(folder):
     """Swap two images: every image is valid, but two have wrong labels."""
     bodies = members(folder / "test/0.tar")
     first, second = (name for name in bodies if name.startswith(("s0000001.", "s0000005.")) and name[-4:] != ".cls")
     edit_tar(folder, {first: bodies[second], second: bodies[first]})
 
 
-def edit_groups(folder: Path, value: float) -> None:
+def edit_groups(folder, value):
     """Give a sample a group that is none."""
     row = np.load(io.BytesIO(members(folder / "test/0.tar")["s0000003.npy"])).astype(np.float64)
     row[0] = value
@@ -69,7 +69,7 @@ def edit_groups(folder: Path, value: float) -> None:
     edit_tar(folder, {"s0000003.npy": buffer.getvalue()})
 
 
-def add_links(folder: Path) -> None:
+def add_links(folder):
     with tarfile.open(folder / "test/0.tar", "a") as tar:
         for suffix in ("cls", "jpg"):  # a whole sample of links would be invisible
             link = tarfile.TarInfo(f"s0000099.{suffix}")
@@ -77,7 +77,7 @@ def add_links(folder: Path) -> None:
             tar.addfile(link)
 
 
-def edit_csv(folder: Path, edit: Callable[[list[dict[str, str]]], object]) -> None:
+def edit_csv(folder, edit):
     path = folder / "test.csv"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -88,13 +88,13 @@ def edit_csv(folder: Path, edit: Callable[[list[dict[str, str]]], object]) -> No
         writer.writerows(rows)
 
 
-def drop_candidate(row: dict[str, str], *, associated: bool) -> None:
+def drop_candidate(row, *, associated):
     names, truth = json.loads(row["candidates"]), json.loads(row["associations"])
     names.remove(next(name for name in names if (name in truth) == associated))
     row["candidates"] = json.dumps(names)
 
 
-def without_image(folder: Path) -> None:
+def without_image(folder):
     with zipfile.ZipFile(folder / "images.zip") as archive:
         images = {name: archive.read(name) for name in archive.namelist()}
     images.popitem()
@@ -103,27 +103,27 @@ def without_image(folder: Path) -> None:
             archive.writestr(name, body)
 
 
-def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
+def edit_rows(folder, edit):
     rows = pq.read_table(folder / PARTS[1]).to_pylist()
     edit(rows)
     pq.write_table(pa.Table.from_pylist(rows), folder / PARTS[1])
 
 
-def say_split(folder: Path) -> None:
+def say_split(folder):
     for path in sorted((folder / "data").iterdir()):
         table = pq.read_table(path)
         pq.write_table(table.append_column("split", pa.array(["test"] * (len(table) - 1) + ["train"])), path)
 
 
-def cut_file(name: str, size: int, folder: Path) -> None:
+def cut_file(name, size, folder):
     os.truncate(folder / name, size)
 
 
-def write(name: str, text: str, folder: Path) -> None:
+def write(name, text, folder):
     (folder / name).write_text(text)
 
 
-def renamed(folder: Path, *names: str) -> None:
+def renamed(folder, *names):
     for old, new in zip(PARTS, names, strict=False):
         (folder / old).rename(folder / "data" / new)
 

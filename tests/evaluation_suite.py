@@ -1,19 +1,16 @@
 """Small versions of all 38 tasks in the layouts of the real ones, determined by a seed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import tarfile
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.datacomp import TASKS
 from tests.images import encoded
 from tests.shards import write_members
 
@@ -25,11 +22,11 @@ CLEVR = ("very nearby", "near", "a bit far", "", "far", "very far")
 GROUPS = {"region": 3, "income_ds": 4, "hospital": 2, "slide": 3, "location": 4, "year": 2}
 
 
-def generator(seed: int, name: str) -> np.random.Generator:
+def generator(seed, name):
     return np.random.default_rng([seed, *name.encode()])
 
 
-def image_bytes(rng: np.random.Generator, number: int) -> tuple[str, bytes]:
+def image_bytes(rng, number):
     """Return suffix and bytes of a small image of varying mode, format and size, sometimes with an EXIF rotation."""
     mode = MODES[number % len(MODES)]
     height, width = (int(size) for size in rng.integers(20, 60, 2))
@@ -44,14 +41,14 @@ def image_bytes(rng: np.random.Generator, number: int) -> tuple[str, bytes]:
     return suffix, encoded(image, "JPEG" if suffix == "jpg" else suffix.upper(), exif=exif)
 
 
-def classnames(task: Task) -> list[str]:
+def classnames(task):
     if task.key.endswith("closest_object_distance"):
         return list(CLEVR)
     count = min(task.classes or 2, 7 if "top5" in task.main_metric else 6)
     return [WORDS[k] for k in range(count)] if count < 6 else [*WORDS[: count - 1], WORDS[2]]
 
 
-def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int = SHARDS) -> None:
+def write_tars(folder, samples, shards=SHARDS):
     """Write samples, given as lists of (suffix, bytes), to tars in order."""
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.tar"):
@@ -64,7 +61,7 @@ def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int
     (folder / "nshards.txt").write_text(f"{shards}\n")
 
 
-def write_classification(root: Path, task: Task, *, seed: int = 0, samples: int = SAMPLES) -> Path:
+def write_classification(root, task, *, seed=0, samples=SAMPLES):
     rng, names = generator(seed, task.key), classnames(task)
     folder = root / f"wds_{task.key.removeprefix('fairness/').replace('/', '-')}_test"
     rows = []
@@ -85,7 +82,7 @@ def write_classification(root: Path, task: Task, *, seed: int = 0, samples: int 
     return folder
 
 
-def retrieval_rows(task: Task, *, seed: int = 0, samples: int = SAMPLES) -> list[dict[str, Any]]:
+def retrieval_rows(task, *, seed=0, samples=SAMPLES):
     rng = generator(seed, task.key)
     rows = []
     for number in range(samples):
@@ -96,7 +93,7 @@ def retrieval_rows(task: Task, *, seed: int = 0, samples: int = SAMPLES) -> list
     return rows
 
 
-def write_retrieval(root: Path, task: Task, *, layout: str, seed: int = 0, samples: int = SAMPLES) -> Path:
+def write_retrieval(root, task, *, layout, seed=0, samples=SAMPLES):
     rows = retrieval_rows(task, seed=seed, samples=samples)
     folder = root / task.key.split("/")[1]
     if layout == "webdataset":
@@ -110,7 +107,7 @@ def write_retrieval(root: Path, task: Task, *, layout: str, seed: int = 0, sampl
     return folder
 
 
-def association_rows(*, seed: int = 0) -> list[dict[str, Any]]:
+def association_rows(*, seed=0):
     rng = generator(seed, "misc/winogavil")
     pool = {f"thing{k}": image_bytes(rng, 4 * k + 1) for k in range(16)}  # 4k + 1 has no alpha, so JPEG is possible
     cues = ("Orchard", "null", "uncle", "Zebra", "ice", "Echo", "bank", "Apple", "yard")
@@ -124,7 +121,7 @@ def association_rows(*, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
+def write_association(root, *, layout, seed=0):
     rows, folder = association_rows(seed=seed), root / "winogavil"
     if layout == "csv+zip":
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +140,7 @@ def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
     return folder
 
 
-def write_cache(root: Path, *, samples: int = 9, embedded: bool = False, digest: str = "ab12") -> Path:
+def write_cache(root, *, samples=9, embedded=False, digest="ab12"):
     """Write WinoGAViL as cached by `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)`.
 
     Its images are below downloads/ or, as of newer versions of the dataset, `embedded` in the arrow file; `digest` is
@@ -174,7 +171,7 @@ def write_cache(root: Path, *, samples: int = 9, embedded: bool = False, digest:
     return version
 
 
-def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, images: str) -> None:
+def _write_table(folder, rows, layout, *, images):
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -194,7 +191,7 @@ def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, image
     datasets.Dataset.from_dict(columns, features=datasets.Features(chosen)).save_to_disk(str(folder))
 
 
-def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Path:
+def write_one_of_each(root, *keys, flickr, winogavil):
     """Write the classification tasks `keys` with 37 samples, which fill no batch evenly, and Flickr and WinoGAViL."""
     for key in keys:
         write_classification(root, TASKS[key], samples=37)
@@ -203,7 +200,7 @@ def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Pa
     return root
 
 
-def write_suite(root: Path, *, seed: int = 0) -> Path:
+def write_suite(root, *, seed=0):
     """Write all 38 tasks below `root`."""
     for task in TASKS.values():
         if task.protocol == "classification":

@@ -8,8 +8,6 @@ rank, the working folder and the stem of the output files; the reply is the list
 ids and a time limit in seconds; the reply is the list of exit codes.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json
@@ -19,13 +17,12 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
 
 SECONDS_TO_FOLLOW = 40.0
 """After one rank has failed, the others are ended after this time, as a launcher does."""
 
 
-def preload() -> None:
+def preload():
     """Import what a training run imports, and keep Python's garbage collector from looking at it in every fork."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (it loads torch's compiler)
     import open_clip  # noqa: F401
@@ -37,7 +34,7 @@ def preload() -> None:
     gc.freeze()
 
 
-def execute(module: str) -> int:
+def execute(module):
     """Run a module as `python -m` does. Returns its exit code."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -51,7 +48,7 @@ def execute(module: str) -> int:
         return 1
 
 
-def start(request: dict[str, Any], environment: dict[str, str]) -> int:
+def start(request, environment):
     """Fork one rank. Returns its process id."""
     if child := os.fork():
         return child
@@ -75,7 +72,7 @@ def start(request: dict[str, Any], environment: dict[str, str]) -> int:
         os._exit(code)
 
 
-def wait(children: list[int], *, seconds: float) -> list[int]:
+def wait(children, *, seconds):
     """Wait for all ranks; those that outlive a failed one or the time limit are ended. Returns their exit codes.
 
     Ranks that are stopped (SIGSTOP) are ended when all others have ended.
@@ -100,7 +97,7 @@ def wait(children: list[int], *, seconds: float) -> list[int]:
         time.sleep(0.05)
 
 
-def main() -> None:
+def main():
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what is printed during imports is no reply
     preload()

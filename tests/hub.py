@@ -1,25 +1,18 @@
 """Fake hubs on 127.0.0.1: the parts of the interface that fetching and streaming datasets and a mirror need."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 from urllib.parse import unquote
 
-import pytest
-
-from tests.web import Site, send
+from tests.web import send
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_owner"
 _LARGE = (".tar", ".parquet", ".zip")
 
 
-def use_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+def use_hub(monkeypatch, base):
     """Make the hub's client take `base` for its hub, as HF_ENDPOINT does when the client is imported."""
     from huggingface_hub import constants
 
@@ -30,17 +23,17 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
 class Hub:
     """Serves `files[repo][path]`; `stated` is the metadata it reports, so that tests can make the two differ."""
 
-    def __init__(self, site: Site, files: Mapping[str, Mapping[str, bytes]]) -> None:
+    def __init__(self, site, files):
         self.files = {repo: dict(some) for repo, some in files.items()}
         self.stated = {repo: dict(some) for repo, some in files.items()}
         self.asked: list[str] = []
         self.base = site.base
         site.fallback = self.answer
 
-    def downloads(self) -> list[str]:
+    def downloads(self):
         return sorted({path.split(COMMIT + "/")[1] for path in self.asked if "/resolve/" in path})
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler):
         path, _, query = unquote(handler.path).partition("?")
         self.asked.append(path)
         for repo in self.files:
@@ -59,7 +52,7 @@ class Hub:
         known = any(f"/{repo}/" in path for repo in self.files)
         send(handler, 404, b"{}", X_Error_Code="EntryNotFound" if known else "RepoNotFound")
 
-    def _tree(self, repo: str, below: str, *, recursive: bool) -> list[dict[str, object]]:
+    def _tree(self, repo, below, *, recursive):
         start = f"{below}/" if below else ""
         inside = {name: body for name, body in self.stated[repo].items() if name.startswith(start)}
         if recursive:
@@ -68,7 +61,7 @@ class Hub:
         listed: list[dict[str, object]] = [{"type": "directory", "path": start + f, "oid": "0" * 40} for f in folders]
         return listed + [_entry(name, body) for name, body in inside.items() if "/" not in name[len(start) :]]
 
-    def _file(self, handler: BaseHTTPRequestHandler, repo: str, name: str) -> None:
+    def _file(self, handler, repo, name):
         body = self.files[repo][name]
         headers = {"ETag": f'"{hashlib.sha256(self.stated[repo][name]).hexdigest()}"', "X_Repo_Commit": COMMIT}
         wanted = handler.headers.get("Range", "")
@@ -81,11 +74,11 @@ class Hub:
         send(handler, 206, part, Content_Range=f"bytes {start}-{last}/{len(body)}", **headers)
 
 
-def _json(handler: BaseHTTPRequestHandler, tree: object) -> None:
+def _json(handler, tree):
     send(handler, 200, json.dumps(tree).encode(), Content_Type="application/json")
 
 
-def _entry(name: str, body: bytes) -> dict[str, object]:
+def _entry(name, body):
     blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
     entry: dict[str, object] = {"type": "file", "path": name, "size": len(body), "oid": blob}
     if name.endswith(_LARGE):
@@ -96,14 +89,14 @@ def _entry(name: str, body: bytes) -> dict[str, object]:
 class ModelHub(Hub):
     """A model repository whose owner has TOKEN: commits, and large files by LFS, as the client uploads without Xet."""
 
-    def __init__(self, site: Site, repo: str) -> None:
+    def __init__(self, site, repo):
         super().__init__(site, {})
         self.repo, self.stored = repo, dict[str, bytes]()
         self.files = self.stated = {repo: {}}
         self.commits: list[str] = []
         self.refuses = False
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler):
         path, _, query = unquote(handler.path).partition("?")
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         api, files = f"/api/models/{self.repo}", self.files[self.repo]
@@ -147,7 +140,7 @@ class ModelHub(Hub):
         else:
             send(handler, 501, b"{}")
 
-    def _commit(self, lines: list[dict[str, Any]]) -> None:
+    def _commit(self, lines):
         files = self.files[self.repo]
         for kind, value in ((line["key"], line["value"]) for line in lines):
             match kind:

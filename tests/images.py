@@ -1,12 +1,9 @@
 """Pictures for tests, and their bytes in the formats of files."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct
 import zlib
-from typing import Any
 
 import cv2
 import numpy as np
@@ -28,33 +25,33 @@ JPEG_XL = base64.b64decode(
 """The same, by libjxl."""
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+def encoded(image, kind, **options):
     """Return the bytes of a file of this format."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def see_through(image: Image.Image) -> Image.Image:
+def see_through(image):
     """Return the image with an alpha channel that rises from left to right."""
     image = image.copy()
     image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
     return image
 
 
-def sixteen_bits(image: Image.Image) -> bytes:
+def sixteen_bits(image):
     """Return a PNG of the image with 16 bits for each value."""
     array = np.asarray(image).astype(np.uint16) * 257
     array = array[..., [2, 1, 0, 3][: array.shape[2]]] if array.ndim == 3 else array
     return bytes(cv2.imencode(".png", array)[1])
 
 
-def png_chunk(kind: bytes, body: bytes) -> bytes:
+def png_chunk(kind, body):
     """Return a chunk of a PNG with its length and checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
-def png(width: int, height: int, *, data: bytes, bits: int = 8, colour: int = 0, transparent: bytes = b"") -> bytes:
+def png(width, height, *, data, bits=8, colour=0, transparent=b""):
     """Return a PNG of these dimensions with this image data, which need not fit them, and with this tRNS chunk."""
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
     extra = [(b"tRNS", transparent)] if transparent else []

@@ -1,7 +1,5 @@
 """A data set of 24 images in 4 shards, made by img2dataset's downloader in this process, and faults at any step."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools
@@ -9,9 +7,7 @@ import os
 import re
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,34 +17,33 @@ from click.testing import CliRunner
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import expected_manifest
-from data_prep.dataset.shard_plan import Plan, load_plan
-from data_prep.download_config import DownloadConfig
+from data_prep.dataset.shard_plan import load_plan
 from data_prep.fetching.downloader import ShardDownloader
 from data_prep.ingest import prepare
 from jobs.manifest import command as manifest_command
 from pipeline.config import dump
 from tests.downloads import download_config
 from tests.images import encoded
-from tests.web import Site, jpeg, picture, serve
+from tests.web import jpeg, picture, serve
 
 ROWS, SHARD = 24, 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_opener() -> Iterator[None]:
+def own_opener():
     """Remove our URL opener, which replaces the one img2dataset fetches through, after the tests of the module."""
     yield
     urllib.request.install_opener(None)
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def site():
     with serve() as site:
         yield site
 
 
 @pytest.fixture(scope="module")
-def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig:
+def made(site, tmp_path_factory):
     """A data set of 24 images in 4 shards, made by img2dataset's downloader in this process."""
     folder = tmp_path_factory.mktemp("made")
     bodies = [jpeg(side=40 + k) for k in range(ROWS)]
@@ -68,7 +63,7 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     return config
 
 
-def prepared(folder: Path, columns: Mapping[str, Any] | Path, **source: str) -> Any:
+def prepared(folder, columns, **source):
     """Return the configuration and plan of a download to `folder`/data of a table, given by its columns or file."""
     table = columns if isinstance(columns, Path) else folder / "urls.parquet"
     if not isinstance(columns, Path):
@@ -76,7 +71,7 @@ def prepared(folder: Path, columns: Mapping[str, Any] | Path, **source: str) -> 
     return prepare(download_config(folder / "data", table, source=source))
 
 
-def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int], *, manifest: bool = True) -> Any:
+def fetch_here(config, plan, shards, *, manifest=True):
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output), config.fetch.worker)
     folder.config.write_text(dump(config))
@@ -91,36 +86,36 @@ def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int], *,
     return made
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root):
     """All files of a data set, through links, but for logs, locks, indexes and settings."""
     files = ((Path(folder) / name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     named = {str(path.relative_to(root)): path.read_bytes() for path in files}
     return {name: body for name, body in named.items() if not re.search(r"staging/|index/|download\.yaml", name)}
 
 
-def index(root: Path, *options: str) -> None:
+def index(root, *options):
     """Call `neuclip manifest`."""
     CliRunner().invoke(manifest_command, [str(root), *options], catch_exceptions=False, standalone_mode=False)
 
 
 @pytest.fixture
-def copied(made: DownloadConfig, tmp_path: Path) -> Path:
+def copied(made, tmp_path):
     shutil.copytree(made.output, tmp_path / "data")
     return tmp_path / "data"
 
 
-def fetch_in_process(config: DownloadConfig, shards: tuple[int, ...], **_: object) -> None:
+def fetch_in_process(config, shards, **_):
     """In place of `data_prep.ingest.fetch`."""
     fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), manifest=False)
 
 
 @pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch):
     """Let `download` fetch in this process, in the modules that import this fixture."""
     monkeypatch.setattr(ingest, "fetch", fetch_in_process)
 
 
-def in_a_fork(work: Callable[[], object], steps: list[tuple[Any, str]], at: int, action: str = "kill") -> int:
+def in_a_fork(work, steps, at, action="kill"):
     """Do some work in a fork that is killed, or meets a full disk, at call number `at` of a step.
 
     Args:
@@ -138,8 +133,8 @@ def in_a_fork(work: Callable[[], object], steps: list[tuple[Any, str]], at: int,
     gc.disable()  # what belongs to threads of libraries that the fork lacks must not be collected here
     calls = itertools.count(1)
 
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def counted(real):
+        def call(*arguments, **options):
             if next(calls) == at:
                 if action == "kill":
                     os._exit(9)

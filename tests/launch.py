@@ -1,7 +1,5 @@
 """Start our programs as a user would, in separate processes, and wait for them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -11,9 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,9 +18,7 @@ from pipeline.distributed.processes import without_launcher
 ROOT = Path(__file__).parents[1]
 
 
-def run(
-    module: str, *arguments: str, ranks: int = 0, timeout: float = 300, check: bool = True, folder: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
+def run(module, *arguments, ranks=0, timeout=300, check=True, folder=ROOT):
     """Run `python -m module arguments` in `folder`, as `ranks` connected processes if `ranks` is more than 0.
 
     They are forked from a server that has imported the heavy packages (see `tests/fork_server.py`). Benchmarks, and
@@ -44,7 +38,7 @@ def run(
 class Program:
     """A program started as by `run`, which continues; what is left of it at the end of the block is killed."""
 
-    def __init__(self, module: str, *arguments: str, ranks: int = 0, folder: Path = ROOT) -> None:
+    def __init__(self, module, *arguments, ranks=0, folder=ROOT):
         self._words, self._kept, self._ended = [module, *arguments], tempfile.TemporaryDirectory(), False
         self._printed = [Path(self._kept.name) / f"output.{end}" for end in ("out", "err")]
         base, port = {**environment(), "PYTHONPATH": str(ROOT)}, str(free_port())
@@ -63,35 +57,35 @@ class Program:
             path.touch()
         self.pids = _ask(request)
 
-    def wait(self, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    def wait(self, seconds=120):
         """Its end, with the exit code of the first rank that failed; after these seconds it is killed."""
         codes = _ask({"children": self.pids, "seconds": seconds})
         self._ended = True
         out, err = (path.read_text(errors="replace") for path in self._printed)
         return subprocess.CompletedProcess(self._words, next((code for code in codes if code), 0), out, err)
 
-    def kill(self) -> None:
+    def kill(self):
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
 
-    def poll(self) -> bool | None:
+    def poll(self):
         """None while all ranks run; this and `communicate` are for `wait_for`, as those of a `Popen`."""
         return None if all(map(lives, self.pids)) else True
 
-    def communicate(self) -> str:
+    def communicate(self):
         return "".join(path.read_text(errors="replace") for path in self._printed)
 
-    def __enter__(self) -> Program:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if not self._ended:
             self.kill()
             self.wait()
         self._kept.cleanup()
 
 
-def _ask(request: dict[str, Any]) -> list[int]:
+def _ask(request):
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -102,13 +96,13 @@ def _ask(request: dict[str, Any]) -> list[int]:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server():
     """The server of this test process; it ends with its standard input."""
     call = [sys.executable, "-m", "tests.fork_server"]
     return subprocess.Popen(call, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
+def command(module, *arguments, ranks=0):
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
@@ -116,35 +110,28 @@ def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
     return [*launcher, "-m", module, *arguments]
 
 
-def python(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments, timeout=120, **variables):
     """Run Python with these arguments, in a process of its own that has these variables as well."""
     own = {**environment(), "PYTHONPATH": str(ROOT), **variables}
     call = [sys.executable, *arguments]
     return subprocess.run(call, cwd=ROOT, env=own, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def environment() -> dict[str, str]:
+def environment():
     """This process's environment without what launchers and our own command line set in it; one thread per rank."""
     kept = without_launcher(os.environ)
     kept.pop("PYTHONSAFEPATH", None)
     return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-def free_port() -> int:
+def free_port():
     """Return a free port on 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def wait_for(
-    condition: Callable[[], object],
-    what: str,
-    *logs: Path,
-    process: subprocess.Popen[Any] | Program | None = None,
-    seconds: float = 60,
-    pause: float = 0.05,
-) -> None:
+def wait_for(condition, what, *logs, process=None, seconds=60, pause=0.05):
     """Wait until something is true.
 
     Args:
@@ -167,7 +154,7 @@ def wait_for(
         time.sleep(pause)
 
 
-def lives(pid: int) -> bool:
+def lives(pid):
     """Whether a process is running; a zombie is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -1,32 +1,26 @@
 """Tasks of a user's own, as files: class folders, CSVs, parquet, and the tasks.yaml that describes them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
-from pipeline.evaluation.datasets.task_data import TaskData
+from pipeline.evaluation.datasets.suite import open_suite, open_task
 from tests.evaluation_suite import image_bytes
 
 CLASSES = ("mug", "t_shirt", "plate")
 
 
-def bodies(count: int) -> list[tuple[str, bytes]]:
+def bodies(count):
     rng = np.random.default_rng(7)
     return [image_bytes(rng, number) for number in range(count)]
 
 
-def write_class_folders(root: Path) -> None:
+def write_class_folders(root):
     for number, (suffix, body) in enumerate(bodies(12)):
         folder = root / "photos" / CLASSES[number % 3]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.{suffix}").write_bytes(body)
 
 
-def write_csv(root: Path, column: str) -> None:
+def write_csv(root, column):
     lines = [f"file,{column}"]
     (root / "pictures").mkdir(parents=True)
     for number, (suffix, body) in enumerate(bodies(9)):
@@ -38,16 +32,16 @@ def write_csv(root: Path, column: str) -> None:
     (root / "items.csv").write_text("\n".join(lines) + "\n")
 
 
-def one_task(root: Path, text: str) -> Entry:
+def one_task(root, text):
     (root / "tasks.yaml").write_text(text)
     return open_suite(root).entries[0]
 
 
-def opened(root: Path, text: str) -> TaskData:
+def opened(root, text):
     return open_task(one_task(root, text))
 
 
-def write_parquet(path: Path, **columns: list[Any]) -> None:
+def write_parquet(path, **columns):
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,16 +1,9 @@
 """Packages of a user's own that add parts to ours, installed as pip would install them."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-
-import pytest
-
-from pipeline.registries import Registry
 
 
-def write_package(site: Path, entry_points: str, **modules: str) -> None:
+def write_package(site, entry_points, **modules):
     """Write a package with these entry points and modules (name = text) to a folder of installed packages."""
     facts = site / "mine-1.0.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
@@ -20,7 +13,7 @@ def write_package(site: Path, entry_points: str, **modules: str) -> None:
         (site / f"{name}.py").write_text(text, encoding="utf-8")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, registry: Registry, site: Path, entry_points: str, **modules: str) -> None:
+def install(monkeypatch, registry, site, entry_points, **modules):
     """Make this process see a new package until the end of the test; `registry` looks for packages again."""
     write_package(site, entry_points, **modules)
     monkeypatch.syspath_prepend(site)

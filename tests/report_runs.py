@@ -1,9 +1,6 @@
 """Creates run folders as written by ingestion, training and evaluation, without running any of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import yaml
@@ -13,7 +10,7 @@ from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.files import sha256_of
 
 
-def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
+def make_run(folder, *, name="neuclip", right=60, steps=(50, 100)):
     """Write a run folder as training, ingestion and evaluation do; in the end, `right` of 100 samples are correct."""
     shards = folder / "shards"
     shards.mkdir(parents=True)
@@ -34,7 +31,7 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
     return folder
 
 
-def _make_evaluation(folder: Path, *, right: int) -> None:
+def _make_evaluation(folder, *, right):
     examples = folder / "scenes-retrieval.examples"
     examples.mkdir(parents=True)
     rank, score = np.where(np.arange(100) < right, 0, 1), right / 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -13,7 +12,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def write_tiny(folder: Path, *, image_size: int = 16, name: str = "tiny-towers.json") -> str:
+def write_tiny(folder, *, image_size=16, name="tiny-towers.json"):
     """Write the architecture to `folder`; return the path of the JSON file for `model.arch`."""
     path = folder / name
     path.write_text(json.dumps({**TINY, "vision_cfg": {**TINY["vision_cfg"], "image_size": image_size}}))

@@ -1,12 +1,8 @@
 """Training in the process of the test, which takes a tenth of the time of a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 from pipeline.training.recipe import load_recipe
@@ -19,20 +15,20 @@ SMALL = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_si
          "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
 
 
-def prepare(folder: Path, sizes: Sequence[int] = (40,), *, image_size: int = 16) -> Path:
+def prepare(folder, sizes=(40,), *, image_size=16):
     """Write what a small run needs, shards of these sizes and an architecture, to a folder, and return it."""
     write_shards(folder / "shards", sizes)
     write_tiny(folder, image_size=image_size)
     return folder
 
 
-def settings_in(folder: Path, output: str | Path, *more: str) -> list[str]:
+def settings_in(folder, output, *more):
     """Settings of a run on what `prepare` has written; `output` is in the folder unless it is absolute."""
     inputs = [f"data.sources={folder / 'shards'}", f"model.arch={folder / 'tiny-towers.json'}"]
     return [f"output={folder / output}", *inputs, *more]
 
 
-def train_here(*overrides: str, resume: str | None = None) -> None:
+def train_here(*overrides, resume=None):
     """Train one run on one rank to its end; `SMALL` is below the overrides. ZeRO stage 3 needs a process of its own."""
     with in_this_process():
         run = load_recipe(None, [*SMALL, *overrides])
@@ -40,7 +36,7 @@ def train_here(*overrides: str, resume: str | None = None) -> None:
 
 
 @contextmanager
-def in_this_process() -> Iterator[None]:
+def in_this_process():
     """Train in this block: environment and DeepSpeed are as in a fresh process, and are restored afterwards."""
     groups, comm = (sys.modules.get(f"deepspeed.{name}") for name in ("utils.groups", "comm.comm"))
     if groups is not None and comm is not None:  # it keeps the process group of an earlier run

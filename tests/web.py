@@ -1,9 +1,7 @@
 """A small web server for ingestion tests, whose responses are functions by path, and images to serve."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -18,21 +16,21 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 class Site:
     """A web server on 127.0.0.1 whose responses are functions by path."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.answers: dict[str, Answer] = {}
         self.fallback: Answer = lambda handler: send(handler, 404, b"")
         self.agents: list[str] = []
         site = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 site.agents.append(self.headers["User-Agent"])
                 with suppress(BrokenPipeError, ConnectionResetError):
                     site.answers.get(self.path, site.fallback)(self)
 
             do_HEAD = do_POST = do_PUT = do_GET
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 pass
 
         class Server(ThreadingHTTPServer):
@@ -42,16 +40,16 @@ class Site:
         self.base = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def image(self, path: str, body: bytes, **headers: str) -> str:
+    def image(self, path, body, **headers):
         self.answers[path] = lambda handler: send(handler, 200, body, **headers)
         return self.base + path
 
-    def redirect(self, path: str, to: str) -> str:
+    def redirect(self, path, to):
         self.answers[path] = lambda handler: send(handler, 302, b"", Location=to)
         return self.base + path
 
 
-def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+def send(handler, status, body, **headers):
     handler.send_response(status)
     for name, value in {"Content-Length": str(len(body)), **headers}.items():
         handler.send_header(name.replace("_", "-"), value)
@@ -61,7 +59,7 @@ def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: s
 
 
 @contextmanager
-def serve() -> Iterator[Site]:
+def serve():
     """Run a site for the duration of the `with` block."""
     site = Site()
     try:
@@ -71,10 +69,10 @@ def serve() -> Iterator[Site]:
         site.server.server_close()
 
 
-def picture(side: int = 40) -> Image.Image:
+def picture(side=40):
     pixels = np.random.default_rng(side).integers(0, 255, (side, side, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def jpeg(side: int = 40, **options: object) -> bytes:
+def jpeg(side=40, **options):
     return encoded(picture(side), "JPEG", **options)

@@ -1,17 +1,13 @@
 """Checkpoints that tests write, without training."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from pipeline.checkpoint.mirror import Mirror
-from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
+from pipeline.checkpoint.reader import agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.model.architectures import Architecture
@@ -27,7 +23,7 @@ FACTS = {"config": {"batch_size": 8}, "data": POSITION, "faults": FAULTS, "valid
 """What every checkpoint needs beside its step."""
 
 
-def write(run: Path, towers: Towers, steps: list[int], **settings: Any) -> list[str]:
+def write(run, towers, steps, **settings):
     """Write the checkpoints of these steps (or snapshots), also to a mirror if there is one. Returns the messages."""
     events = list[str]()
     writer = writer_of(run, towers, on_event=events.append, **settings)
@@ -37,16 +33,7 @@ def write(run: Path, towers: Towers, steps: list[int], **settings: Any) -> list[
     return events
 
 
-def writer_of(
-    run: Path,
-    towers: Towers,
-    *,
-    on_event: Callable[[str], object] = print,
-    world: World | None = None,
-    resumed_from: Path | None = None,
-    mirror_minutes: float = 20.0,
-    **settings: Any,
-) -> CheckpointWriter:
+def writer_of(run, towers, *, on_event=print, world=None, resumed_from=None, mirror_minutes=20.0, **settings):
     return CheckpointWriter(
         run,
         config=CheckpointConfig(**settings),
@@ -58,14 +45,14 @@ def writer_of(
     )
 
 
-def latest(run: Path, *, on_event: Callable[[str], object] = print) -> Checkpoint:
+def latest(run, *, on_event=print):
     """The checkpoint that `--resume latest` continues from; there must be one."""
     found = agreed_checkpoint(run, "latest", world=World(), on_event=on_event)
     assert found is not None
     return found
 
 
-def snapshot(towers: Towers, step: int) -> Snapshot:
+def snapshot(towers, step):
     return Snapshot(
         step=step,
         weights=towers[0],
@@ -78,11 +65,11 @@ def snapshot(towers: Towers, step: int) -> Snapshot:
     )
 
 
-def failing(times: int) -> Callable[..., None]:
+def failing(times):
     """Return a `save_file` that fails the given number of times before it works."""
     left = times
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save(*args, **kwargs):
         nonlocal left
         left -= 1
         if left >= 0:
@@ -92,24 +79,24 @@ def failing(times: int) -> Callable[..., None]:
     return save
 
 
-def steps_in(mirror: Mirror) -> list[int]:
+def steps_in(mirror):
     return [step_of(Path(name)) for name in mirror.checkpoints(None)]
 
 
-def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
+def fetched(run, url):
     """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
     notes = fetch(run, url)
     return latest(run, on_event=notes.append), notes
 
 
-def fetch(run: Path, url: str) -> list[str]:
+def fetch(run, url):
     """Ask the mirror as a run that continues does, and return the messages."""
     notes, mirror = list[str](), Mirror(url, run)
     mirror.at_start(lambda: mirror.fetch_newest(notes.append), world=World())
     return notes
 
 
-def begin(run: Path, url: str, *, resume: str | None = None, step: int = -1) -> None:
+def begin(run, url, *, resume=None, step=-1):
     """Ask the mirror as a new run does, or one that continues a checkpoint of another folder."""
     mirror = Mirror(url, run)
     mirror.at_start(lambda: mirror.refuse_taken(resume=resume, step=step), world=World())

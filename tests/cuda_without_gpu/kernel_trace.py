@@ -8,7 +8,6 @@ where autograd is needed, because its engine asks the CUDA driver for streams. R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -41,7 +40,7 @@ class Kernel:
     """Of the program, see `KernelTrace.within`."""
 
     @property
-    def bytes(self) -> int:
+    def bytes(self):
         return self.bytes_read + self.bytes_written
 
 
@@ -52,7 +51,7 @@ class KernelTrace(TorchDispatchMode):
     host that a kernel takes as an argument.
     """
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, device="cuda"):
         super().__init__()
         self.device = device
         """Where the program runs."""
@@ -67,7 +66,7 @@ class KernelTrace(TorchDispatchMode):
         self.part = ""
         self._fusion: _Fusion | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.pop("pin_memory", None):
             return self._on_host(func, args, kwargs, pinned=True)
@@ -96,7 +95,7 @@ class KernelTrace(TorchDispatchMode):
             self.kernels.append(_kernel(func, args, kwargs, out, part=self.part))
         return out
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any, *, pinned: bool = False) -> Any:
+    def _on_host(self, func, args, kwargs, *, pinned=False):
         """Host tensors have values, so that bookkeeping on the host works as it does in training."""
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
@@ -104,7 +103,7 @@ class KernelTrace(TorchDispatchMode):
             self.pinned.append(out)
         return out
 
-    def _note_copy(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, non_blocking: bool) -> None:
+    def _note_copy(self, name, inputs, outputs, *, non_blocking):
         host = [t for t in (*inputs, *outputs) if t.device.type == "cpu"]
         meta = any(t.device.type == "meta" for t in (*inputs, *outputs))  # nothing is page-locked for it
         pinned = {t.untyped_storage().data_ptr() for t in self.pinned}
@@ -113,11 +112,11 @@ class KernelTrace(TorchDispatchMode):
             shapes = " to ".join(f"{t.device.type}{list(t.shape)}" for t in (inputs[-1], outputs[0]))
             self.blocking_copies.append(f"{name}: {shapes}")
 
-    def note_wait(self) -> None:
+    def note_wait(self):
         self.waits += 1
 
     @contextmanager
-    def within(self, part: str) -> Iterator[None]:
+    def within(self, part):
         """Inside, kernels belong to this part of the program."""
         before, self.part = self.part, part
         try:
@@ -125,7 +124,7 @@ class KernelTrace(TorchDispatchMode):
         finally:
             self.part = before
 
-    def fused(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+    def fused(self, formula, *arguments):
         """formula(*arguments), counted as one kernel, which reads each of its arguments at most once."""
         given = [t for a in arguments for t in (vars(a).values() if is_dataclass(a) else (a,)) if isinstance(t, Tensor)]
         self._fusion = fusion = _Fusion(given)
@@ -140,15 +139,15 @@ class KernelTrace(TorchDispatchMode):
 class _Fusion:
     """The memory traffic of a fused kernel: arguments that are read before they are written, and what is written."""
 
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
+    def __init__(self, arguments):
         self._arguments = {_storage(t): t for t in arguments}
         self._read, self._written = set[int](), set[int]()
 
-    def note(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    def note(self, written, read):
         self._read |= ({_storage(t) for t in read} & self._arguments.keys()) - self._written
         self._written |= {_storage(t) for t in written} & self._arguments.keys()
 
-    def traffic(self, results: Sequence[Tensor]) -> tuple[int, int]:
+    def traffic(self, results):
         """Bytes read and bytes written."""
         new = {_storage(t): t for t in results if _storage(t) not in self._arguments}
         written = (*(self._arguments[key] for key in self._written), *new.values())
@@ -156,7 +155,7 @@ class _Fusion:
 
 
 @contextmanager
-def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
+def fake_gpu(device="cuda"):
     """Inside, tensors on `device` have no values, and what would run on a GPU is recorded.
 
     Args:
@@ -164,7 +163,7 @@ def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
     """
     trace = KernelTrace(device)
 
-    def pin(tensor: Tensor) -> Tensor:
+    def pin(tensor):
         trace.pinned.append(tensor)
         return tensor
 
@@ -186,59 +185,59 @@ def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
 class FakeStream:
     """A CUDA stream, or an event; `wait` is called when the host waits for it."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait):
         self.synchronize = wait
 
-    def query(self) -> bool:
+    def query(self):
         return False
 
-    def record_event(self, event: object = None) -> FakeStream:
+    def record_event(self, event=None):
         return self
 
-    def record(self, stream: object = None) -> None: ...
+    def record(self, stream=None): ...
 
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_stream(self, stream): ...
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event): ...
 
 
-def _tensors(*trees: Any) -> list[Tensor]:
+def _tensors(*trees):
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
-def _on_device(inputs: Sequence[Tensor], device: Any) -> bool:
+def _on_device(inputs, device):
     """Whether an operator's inputs are on the device, or its results because `device` is given."""
     places = [t.device for t in inputs] + ([] if device is None else [torch.device(device)])
     return any(place.type in DEVICES for place in places)
 
 
-def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel:
+def _kernel(func, args, kwargs, out, *, part):
     written = {id(t): t for t in (*_tensors(out), *_written(func, args, kwargs))}
     read = sum(map(_bytes, _read(func, args, kwargs)))
     return Kernel(func._overloadpacket.__name__, read, sum(map(_bytes, written.values())), part)
 
 
-def _read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _read(func, args, kwargs):
     return _tensors(args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(func, args, kwargs):
     """Arguments that an operator changes in place."""
     named = _by_name(func, args, kwargs)
     changed = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return _tensors([named.get(name) for name in changed])
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _by_name(func, args, kwargs):
     """All given arguments of an operator."""
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage(tensor):
     return int(tensor.untyped_storage()._cdata)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _bytes(tensor):
     """Bytes of memory that a tensor's elements take; expanded dimensions count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()

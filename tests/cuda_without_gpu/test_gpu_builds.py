@@ -4,8 +4,6 @@ A process of its own makes torch and Triton believe in a GPU that is not there, 
 lowers them with Inductor to Triton's language, and compiles that for sm_90.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -55,16 +53,16 @@ def test_all_programs_of_a_compiled_network_build_for_an_h100():
     assert shapes == {(5120, 4096), (5120, 512)}, "products with all prototypes, and with a rank's own"
 
 
-def programs() -> dict[tuple[object, ...], tuple[Callable[..., Any], list[Tensor]]]:
+def programs():
     """By name, shapes and precisions: every formula that compiled networks run, as a function of tensors alone."""
     found: dict[tuple[object, ...], tuple[Callable[..., Any], list[Tensor]]] = {}
 
-    def record(_: KernelTrace, formula: Callable[..., Any], *arguments: Any) -> Any:
+    def record(_, formula, *arguments):
         for kind in {type(a) for a in arguments if is_dataclass(a)} - pytree.SUPPORTED_NODES.keys():
             pytree.register_dataclass(kind)
         leaves, spec = pytree.tree_flatten(arguments)
 
-        def program(*tensors: Tensor) -> Any:
+        def program(*tensors):
             given = iter(tensors)
             filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return formula(*pytree.tree_unflatten(filled, spec))
@@ -79,7 +77,7 @@ def programs() -> dict[tuple[object, ...], tuple[Callable[..., Any], list[Tensor
     return found
 
 
-def pretend_gpu() -> None:
+def pretend_gpu():
     """Answer what Inductor and Triton ask about the GPU."""
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
@@ -105,7 +103,7 @@ def pretend_gpu() -> None:
     )
 
 
-def lower(program: Callable[..., Any], tensors: list[Tensor]) -> str:
+def lower(program, tensors):
     """Inductor's output code for a program."""
     import torch._inductor.config as settings
     from torch._inductor.debug import DebugContext
@@ -138,7 +136,7 @@ def lower(program: Callable[..., Any], tensors: list[Tensor]) -> str:
         return str(lowering.codegen()[0].value)
 
 
-def build(source: str, folder: Path) -> list[int]:
+def build(source, folder):
     """Compile every Triton kernel of Inductor's output code for sm_90; the sizes of the binaries in bytes."""
     import triton
     from torch._inductor.runtime import triton_helpers

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,23 +34,23 @@ class TracedRanks(World):
 
     trace: KernelTrace = field(default_factory=KernelTrace, compare=False)
 
-    def all_gather(self, x_b: Tensor) -> Tensor:
+    def all_gather(self, x_b):
         if self.size == 1:
             return x_b
         with self._communication("all_gather", x_b):
             return x_b.new_empty((self.size * (x_b.shape[0] if x_b.dim() else 1), *x_b.shape[1:]))
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, x, op="sum"):
         if self.size == 1:
             return x.clone()
         with self._communication("all_reduce", x):
             return x.clone()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name):
         return self.trace.within(self.trace.part if name == "communication" else name)
 
 
-def objective_step(*, ranks: int, batch: int, **settings: Any) -> list[Kernel]:
+def objective_step(*, ranks, batch, **settings):
     """One rank's step of an objective on a batch of the whole run's size, without its first step."""
     device, local = torch.device("cuda", 0), batch // ranks
     with fake_gpu() as trace, mock.patch.object(kernels, "_compiled", trace.fused):
@@ -68,7 +67,7 @@ def objective_step(*, ranks: int, batch: int, **settings: Any) -> list[Kernel]:
     return trace.kernels
 
 
-def npn_step(*, ranks: int, batch: int, update: str = "replicated", compiled: bool = False) -> list[Kernel]:
+def npn_step(*, ranks, batch, update="replicated", compiled=False):
     """The part of NeuCLIP's step that its network takes."""
     step = objective_step(
         ranks=ranks, batch=batch, name="neuclip", prototypes=PROTOTYPES, inner_steps=INNER_STEPS,
@@ -77,7 +76,7 @@ def npn_step(*, ranks: int, batch: int, update: str = "replicated", compiled: bo
     return [kernel for kernel in step if kernel.part == "npn"]
 
 
-def block_step(*, rows: int) -> list[Kernel]:
+def block_step(*, rows):
     """Forward and backward pass of one block of ViT-B/16's image tower, in bf16."""
     # Autograd asks the CUDA driver for streams, so it runs on the meta device.
     with fake_gpu("meta") as trace, torch.device("meta"), flash_attention():
@@ -92,10 +91,10 @@ def block_step(*, rows: int) -> list[Kernel]:
 
 
 @contextmanager
-def flash_attention() -> Iterator[None]:
+def flash_attention():
     """Choose the attention kernel that a GPU would: on the meta device torch takes attention apart."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **settings: Any) -> Tensor:
+    def attend(q, k, v, attn_mask=None, *_, **settings):
         assert attn_mask is None
         causal = bool(settings.get("is_causal"))
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]
@@ -140,7 +139,7 @@ def test_plan_counts_what_autograd_saves_under_cudas_autocast(settings):
     costs = measure_towers(towers, image_size=size, context_length=length)
     use_bf16_layer_norms(towers.clip.visual)  # as the engine does
 
-    def saved(rows: int) -> int:
+    def saved(rows):
         kept: dict[int, Tensor] = {}
         image = torch.zeros(rows, 3, size, size, device="cuda")
         text = torch.zeros(rows, length, dtype=torch.int64, device="cuda")

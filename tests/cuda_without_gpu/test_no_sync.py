@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal
 from unittest import mock
 
@@ -27,7 +26,7 @@ from pipeline.objectives.npn.network import NPNS
 from pipeline.objectives.registry import OBJECTIVES, parse_objective
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.training.step import Flags
-from tests.cuda_without_gpu.kernel_trace import KernelTrace, fake_gpu
+from tests.cuda_without_gpu.kernel_trace import fake_gpu
 
 RANKS, LOCAL, DIM, STEPS = 4, 8, 16, 3
 SMALL = {"prototypes": 16, "inner_steps": 2, "restart_every": 2}
@@ -49,7 +48,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def variants() -> dict[str, dict[str, Any]]:
+def variants():
     """Every method with its defaults, and with each other value of each setting that has a list of values.
 
     A setting that several methods inherit is varied for the first of them.
@@ -80,22 +79,22 @@ VARIANTS = variants()
 
 
 @pytest.fixture(autouse=True)
-def four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_ranks(monkeypatch):
     monkeypatch.setattr(kernels, "_compiled", lambda formula, *arguments: formula(*arguments))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
 
 
-def small(settings: dict[str, Any]) -> dict[str, Any]:
+def small(settings):
     return {**(SMALL if settings["name"].startswith("neuclip") else {}), **settings}
 
 
-def keys_of(settings: dict[str, Any], ids: torch.Tensor) -> torch.Tensor | None:
+def keys_of(settings, ids):
     return ids[:, None] if settings.get("mask_equal") else None
 
 
-def uses_autograd(settings: dict[str, Any]) -> bool:
+def uses_autograd(settings):
     """Whether a step runs the autograd engine, which asks the CUDA driver for streams; found by a step on the CPU."""
     objective = build_objective(
         small(settings), dim=DIM, batch_size=LOCAL, dataset_size=10**4, total_steps=8, world=World()
@@ -106,7 +105,7 @@ def uses_autograd(settings: dict[str, Any]) -> bool:
     return engine.called
 
 
-def trace(settings: dict[str, Any]) -> KernelTrace:
+def trace(settings):
     """What some steps would run on a GPU."""
     device = torch.device("meta") if uses_autograd(settings) else torch.device("cuda", 0)
     world = World(rank=0, size=RANKS, device=device)
@@ -155,7 +154,7 @@ def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch
 
     @register("toy_autograd", ToyConfig)
     class Toy(AutogradObjective):
-        def batch_loss(self, image: torch.Tensor, text: torch.Tensor, *, tau: torch.Tensor) -> torch.Tensor:
+        def batch_loss(self, image, text, *, tau):
             return -((image @ text.T) / tau).log_softmax(1).diagonal().mean()
 
     assert uses_autograd({"name": "toy_autograd"})

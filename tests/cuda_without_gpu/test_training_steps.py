@@ -1,7 +1,5 @@
 """A whole training step at every ZeRO stage: when the host waits for the device, what is launched and communicated."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -66,13 +64,13 @@ COLLECTIVES = {
 
 
 @functools.cache
-def records(ranks: int) -> dict[str, Record]:
+def records(ranks):
     done = run("tests.cuda_without_gpu.training_steps", str(ranks), timeout=300)
     line = next(line for line in done.stdout.splitlines() if line.startswith("RECORDS "))
     return {name: Record(**found) for name, found in json.loads(line.removeprefix("RECORDS ")).items()}
 
 
-def waits(record: Record) -> list[str]:
+def waits(record):
     """Where the host waits for the device, and when the backward pass is queued."""
     places = [event.removeprefix("wait ") for event in record.events if event == QUEUED or event.startswith("wait ")]
     return [place for place in places if not place.startswith(ON_THE_HOST)]

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -62,19 +61,19 @@ class Record:
     """Phase, name, dtype and bytes."""
     phase: str = ""
 
-    def note(self, event: str) -> None:
+    def note(self, event):
         if not self.events or self.events[-1] != event:
             self.events.append(event)
 
-    def wait(self) -> None:
+    def wait(self):
         self.note(f"wait {caller()}")
 
     @property
-    def waits(self) -> list[str]:
+    def waits(self):
         return [event.removeprefix("wait ") for event in self.events if event.startswith("wait ")]
 
 
-def caller() -> str:
+def caller():
     """Folder, module and function that made the host wait."""
     frame: Any = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in OUTSIDE):
@@ -87,48 +86,48 @@ def caller() -> str:
 class CudaLike(CPU_Accelerator):
     """DeepSpeed's view of an asynchronous device whose tensors are in host memory."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record):
         super().__init__()
         self.record = record
         self.current: set[int] = set()
         """Numbers of the devices that were made the current one."""
 
-    def set_device(self, device_index: int | torch.device) -> None:
+    def set_device(self, device_index):
         if isinstance(device_index, int):
             self.current.add(device_index)
 
-    def is_synchronized_device(self) -> bool:
+    def is_synchronized_device(self):
         return False
 
-    def use_host_timers(self) -> bool:
+    def use_host_timers(self):
         return False
 
-    def resolves_data_dependency(self) -> bool:
+    def resolves_data_dependency(self):
         return False
 
-    def handles_memory_backpressure(self) -> bool:
+    def handles_memory_backpressure(self):
         return False
 
-    def synchronize(self, device_index: object = None) -> None:
+    def synchronize(self, device_index=None):
         self.record.wait()
 
-    def Stream(self, *_: object, **__: object) -> FakeStream:
+    def Stream(self, *_, **__):
         return FakeStream(self.record.wait)
 
     Event = current_stream = default_stream = Stream
 
-    def stream(self, stream: object) -> Any:
+    def stream(self, stream):
         return nullcontext()
 
 
 class _Operators(TorchDispatchMode):
     """Counts what would be launched."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record):
         super().__init__()
         self.record = record
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name, record = func._overloadpacket.__name__, self.record
         if func.namespace == "c10d":
@@ -145,12 +144,12 @@ class _Operators(TorchDispatchMode):
 class RecordedPhases(Phases):
     """The phases of a step, which also name the record's."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record):
         super().__init__(torch.device("cpu"))
         self._record = record
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name):
         if name == "communication":  # within other phases
             yield
             return
@@ -163,13 +162,13 @@ class RecordedPhases(Phases):
 
 
 @contextmanager
-def recording(record: Record) -> Iterator[None]:
+def recording(record):
     """Record what runs inside."""
 
-    def reading(name: str) -> Any:
+    def reading(name):
         original = getattr(Tensor, name)
 
-        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def read(tensor, *args, **kwargs):
             record.wait()
             with mock.patch.object(record, "wait"):  # one reading calls another
                 return original(tensor, *args, **kwargs)
@@ -188,7 +187,7 @@ QUEUED = "backward is queued"
 FILES = ("zero0_fp32", "zero0_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16")  # 3 last: it patches torch
 
 
-def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record) -> Record:
+def take(file, arch, *, ranks, micro, record):
     """The second step of a new engine, as the trainer takes it."""
     phases = RecordedPhases(record)
     world = World(rank=0, size=ranks, phases=phases)
@@ -235,7 +234,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     return record
 
 
-def main(ranks: int) -> None:
+def main(ranks):
     os.environ["LOCAL_RANK"] = "3"  # the fourth rank of its node, which sees one GPU
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as the engine does on a CPU
     record = Record()

@@ -1,31 +1,27 @@
 """Program run on each rank by `test_data_ranks`: load, stop, resume, and save the sample ids of each scenario."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from pipeline.data.loading.loader import Loader
 from pipeline.distributed.start import start_world
-from pipeline.distributed.world import World, leave
+from pipeline.distributed.world import leave
 from pipeline.errors import UserError
 from tests.shards import open_loader
 
 BATCH, STREAMS = 12, 6
 
 
-def make_loader(folder: Path, world: World, **options: Any) -> Loader:
+def make_loader(folder, world, **options):
     settings = {"streams": STREAMS, "shuffle_buffer": 7, "corrupt_limit": 0.3, **options}
     return open_loader(folder, world=world, batch=BATCH, image_size=8, **settings)
 
 
-def steps(loader: Loader, count: int) -> list[list[int]]:
+def steps(loader, count):
     return [next(loader).sample_id.tolist() for _ in range(count)]
 
 
-def order_and_resume(folder: Path, world: World) -> dict[str, Any]:
+def order_and_resume(folder, world):
     with make_loader(folder, world, workers=2) as loader:
         first = steps(loader, 7)
         state = loader.state_dict()
@@ -35,7 +31,7 @@ def order_and_resume(folder: Path, world: World) -> dict[str, Any]:
         return {"ids": first + second, "state": loader.state_dict(), "middle": state}
 
 
-def limit(folder: Path, world: World) -> dict[str, Any]:
+def limit(folder, world):
     """Delete a shard after the first batch."""
     with make_loader(folder, world, workers=0, shuffle_buffer=1, corrupt_limit=0.01) as loader:
         shown = steps(loader, 1)
@@ -54,7 +50,7 @@ def limit(folder: Path, world: World) -> dict[str, Any]:
 SCENARIOS = {"order": order_and_resume, "limit": limit}
 
 
-def main(out: Path) -> None:
+def main(out):
     """Run the scenarios on the shards in `out`/SCENARIO."""
     with start_world(device="cpu", timeout_minutes=2) as world:
         results = {name: scenario(out / name, world) for name, scenario in SCENARIOS.items()}

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.distributed.start import start_world
-from pipeline.distributed.world import World, leave
+from pipeline.distributed.world import leave
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.towers import ModelConfig, Towers, build_towers
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks
-from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
+from pipeline.objectives import ObjectiveContext, build_objective, objective_names
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.step import TrainStep, micro_batches
 
@@ -33,11 +32,11 @@ CLIPPING = 1e-3
 """A gradient norm below that of every step."""
 
 
-def towers(arch: str) -> Towers:
+def towers(arch):
     return build_towers(ModelConfig(arch=arch), seed=0)[0]
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
+def data(step):
     """Return global batch `step`: images [B, 3, 16, 16] and tokens [B, 8]."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
@@ -45,12 +44,12 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 3, 16, 16, generator=generator), text
 
 
-def make_objective(settings: dict[str, Any], world: World) -> Objective:
+def make_objective(settings, world):
     sizes = {"dim": 16, "batch_size": BATCH, "dataset_size": 100, "steps_per_epoch": 6, "total_steps": STEPS}
     return build_objective(settings, context=ObjectiveContext(**sizes, world=world, device=world.device))
 
 
-def make_step(arch: str, name: str, world: World, micro_batch: int | None = None, clipping: float = 0.0) -> TrainStep:
+def make_step(arch, name, world, micro_batch=None, clipping=0.0):
     config = EngineConfig(deepspeed=name, micro_batch=micro_batch, gradient_clipping=clipping)
     engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
     engine.module.train()
@@ -59,7 +58,7 @@ def make_step(arch: str, name: str, world: World, micro_batch: int | None = None
     return TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
 
 
-def losses(step: TrainStep, first: int, last: int) -> list[float]:
+def losses(step, first, last):
     found, lengths = [], torch.full((BATCH // step.world.size,), 8)
     rows = step.world.rows(BATCH // step.world.size)
     for t in range(first, last):
@@ -72,7 +71,7 @@ def losses(step: TrainStep, first: int, last: int) -> list[float]:
     return found
 
 
-def cached_differences(arch: str, name: str, world: World) -> dict[str, float]:
+def cached_differences(arch, name, world):
     """Return, by objective, the largest relative loss difference between whole batches and micro-batches.
 
     Both engines are reused for all objectives, and begin each with the same state.
@@ -92,7 +91,7 @@ def cached_differences(arch: str, name: str, world: World) -> dict[str, float]:
     return found
 
 
-def overflow(step: TrainStep) -> None:
+def overflow(step):
     """Let the gradient of one rank overflow in backward, and check that no rank applies the step."""
     rows = step.world.rows(BATCH // step.world.size)
     image, text = data(0)
@@ -103,7 +102,7 @@ def overflow(step: TrainStep) -> None:
     assert not step.engine.step(lr_scale=1.0)
 
 
-def not_finite(step: TrainStep) -> None:
+def not_finite(step):
     """Take a step whose loss is NaN while its feature gradients are finite, and check that it is skipped."""
     rows = step.world.rows(BATCH // step.world.size)
     compute = step.objective.compute
@@ -114,7 +113,7 @@ def not_finite(step: TrainStep) -> None:
     step.objective.compute = compute
 
 
-def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
+def scenario(arch, name, world):
     """Train, load the state from halfway into a new engine and continue training; then repeat with micro-batches."""
     half = STEPS // 2
     step = make_step(arch, name, world)
@@ -158,7 +157,7 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main():
     arch, out, *names = sys.argv[1:]
     torch.set_num_threads(1)
     with start_world(device="cpu") as world:

@@ -3,8 +3,6 @@
 python -m tests.dist.lost_rank step|start RUN ENDING RANK
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -23,20 +21,20 @@ LOST_AFTER = 3.0
 PATIENCE = 30.0
 
 
-def end(how: str) -> None:
+def end(how):
     """End this process, or freeze it."""
     if how == "error":
         raise UserError("a shard is damaged")
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "abort": signal.SIGABRT, "frozen": signal.SIGSTOP}[how])
 
 
-def main(place: str, output: Path, how: str, victim: int) -> None:
+def main(place, output, how, victim):
     with (
         start_world(device="cpu") as world,
         Heartbeat(output / STARTING, world=world, lost_after=LOST_AFTER, limit=1000.0) as heartbeat,
     ):
 
-        def work() -> None:
+        def work():
             time.sleep(1.5 * LOST_AFTER)
             if world.rank == victim:
                 end(how)

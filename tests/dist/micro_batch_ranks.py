@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.distributed.world import leave
 from pipeline.model.towers import Towers
@@ -19,11 +16,11 @@ ROWS: list[int] = []
 """Rows of every forward pass that was tried."""
 
 
-def limited(rows: int) -> Callable[..., Any]:
+def limited(rows):
     """`Towers.forward` on a device with memory for as many rows."""
     forward = Towers.forward
 
-    def run(self: Towers, image: Tensor, text: Tensor) -> Any:
+    def run(self, image, text):
         ROWS.append(len(image))
         if len(image) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")

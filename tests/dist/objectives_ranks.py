@@ -9,13 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.distributed.start import start_world
-from pipeline.distributed.world import World, leave
+from pipeline.distributed.world import leave
 from pipeline.errors import UserError
-from pipeline.objectives import Objective, build_objective, pairwise
+from pipeline.objectives import build_objective, pairwise
 from pipeline.objectives.distill import Teacher
 from pipeline.objectives.drift import fingerprint
 from tests.unit.objectives_reference import context, unit_features
@@ -41,19 +40,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, world: World, *, dtype: torch.dtype = torch.float64) -> Objective:
+def make(name, world, *, dtype=torch.float64):
     facts = {"world": world, "dtype": dtype, "dataset_size": 37, "steps_per_epoch": 2, "total_steps": 8}
     return build_objective(VARIANTS[name], context=context(BATCH, DIM, **facts))
 
 
-def local(world: World, step: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def local(world, step, *, dtype=torch.float64):
     rows = world.rows(BATCH // world.size)
     image, text = unit_features(BATCH, DIM, seed=step, dtype=torch.float64)
     ids = torch.randperm(37, generator=torch.Generator().manual_seed(step))[:BATCH]
     return image[rows].to(dtype), text[rows].to(dtype), ids[rows]
 
 
-def guide(objective: Objective, world: World, step: int) -> Teacher | None:
+def guide(objective, world, step):
     """Features of a teacher for the samples of `local`, where the objective distills."""
     if not objective.config.distill:
         return None
@@ -62,7 +61,7 @@ def guide(objective: Objective, world: World, step: int) -> Teacher | None:
     return Teacher(image[rows], text[rows], 0.05)
 
 
-def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
+def trajectory(name, world, *, dtype, steps):
     """Return loss and gathered gradients of every step, and the final state; the third batch is discarded once."""
     objective, found = make(name, world, dtype=dtype), {}
     for step in range(steps):
@@ -88,7 +87,7 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
     return found | {f"state.{k}": v for k, v in (small | rows).items()}
 
 
-def everything(world: World) -> dict[str, dict[str, Tensor]]:
+def everything(world):
     """Run every variant for some steps in float64 (on several ranks, in blocks of three rows) and one step in fp32."""
     found = {}
     for name in VARIANTS:
@@ -99,7 +98,7 @@ def everything(world: World) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def bytes_moved(world: World) -> dict[str, dict[str, int]]:
+def bytes_moved(world):
     """Return the payload that one step of each method passes to the collectives, by collective."""
     found = {}
     for name in (name for name, settings in VARIANTS.items() if not {"distill", "mask_equal"} & settings.keys()):
@@ -112,7 +111,7 @@ def bytes_moved(world: World) -> dict[str, dict[str, int]]:
     return found
 
 
-def drifting(world: World) -> dict[str, Any]:
+def drifting(world):
     """Flip a bit on rank 1 three times that the commit does not round away: repaired twice, then all ranks stop."""
     objective = build_objective(NEUCLIP, context=context(BATCH, DIM, world=world, dtype=torch.float32))
     objective.drift.every = 2
@@ -132,7 +131,7 @@ def drifting(world: World) -> dict[str, Any]:
     return {"events": events, "error": error, "agreed": agreed}
 
 
-def own_loop(world: World) -> dict[str, Tensor]:
+def own_loop(world):
     """Return losses and weights of an open_clip model in the training loop of docs/methods.md; no `world` is passed."""
     from open_clip import CLIP
 
@@ -170,7 +169,7 @@ def own_loop(world: World) -> dict[str, Tensor]:
     return found
 
 
-def main(out: Path) -> None:
+def main(out):
     with start_world(device="cpu") as world:
         result = {
             "everything": everything(world),

@@ -1,21 +1,18 @@
 """Program run on every rank by the optimizer tests: some steps with given feature gradients and DeepSpeed files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pipeline.distributed.start import start_world
-from pipeline.distributed.world import World, leave
+from pipeline.distributed.world import leave
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.engine.state import EmaConfig, WeightAverage
 from pipeline.errors import UserError
-from pipeline.model.towers import ModelConfig, Towers, build_towers
+from pipeline.model.towers import ModelConfig, build_towers
 
 BATCH, STEPS, DIM = 8, 4, 16
 EMA = EmaConfig(decay=0.3)
@@ -31,7 +28,7 @@ CONFIGS = {
 }
 
 
-def towers(arch: str) -> Towers:
+def towers(arch):
     """Attention's key biases, whose gradients are 0 except for rounding, get 0: Lion would step by the noise's sign."""
     model = build_towers(ModelConfig(arch=arch), seed=0)[0].train()
     for name, value in model.named_parameters():
@@ -40,12 +37,12 @@ def towers(arch: str) -> Towers:
     return model
 
 
-def without_keys(gradient: Tensor) -> Tensor:
+def without_keys(gradient):
     query, key, value = gradient.chunk(3)
     return torch.cat([query, torch.zeros_like(key), value])
 
 
-def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch(step):
     """Return images [B, 3, 16, 16], tokens [B, 8], and gradients of the loss with respect to both features, [B, d]."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
@@ -54,7 +51,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return image, text, gradients[0], gradients[1]
 
 
-def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def plain(arch, config):
     """Return the weights before and after plain PyTorch steps on the whole batch, and their moving average."""
     model = towers(arch)
     before = {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
@@ -71,13 +68,11 @@ def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[s
     return before, {name: value.detach().clone() for name, value in model.clip.state_dict().items()}, average
 
 
-def under_engine(
-    arch: str, config: OptimizerConfig, files: str, world: World
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def under_engine(arch, config, files, world):
     """Return weights and average after the same steps in an engine; halfway, its state is loaded into a new engine."""
     rows = world.rows(BATCH // world.size)
 
-    def make() -> DeepSpeedEngine:
+    def make():
         engine = DeepSpeedEngine(
             towers(arch), config=EngineConfig(deepspeed=files), optimizer=config, world=world, global_batch=BATCH
         )
@@ -106,7 +101,7 @@ def under_engine(
     return dict(engine.state.weights()), dict(average.weights())
 
 
-def main(arch: str, out: Path, files: list[str]) -> None:
+def main(arch, out, files):
     with start_world(device="cpu") as world:
         found = {}
         for name, config in CONFIGS.items():

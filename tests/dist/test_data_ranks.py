@@ -1,7 +1,5 @@
 """The loader on two ranks with worker processes, and which processes remain when a trainer is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -25,7 +23,7 @@ SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     """A folder with the shards of each scenario of `data_ranks`, which has run on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for name in SCENARIOS:
@@ -34,11 +32,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(out: Path, scenario: str) -> list[dict[str, Any]]:
+def results(out, scenario):
     return [json.loads((out / f"{rank}.json").read_text())[scenario] for rank in range(2)]
 
 
-def joined(results: list[dict[str, Any]]) -> list[list[int]]:
+def joined(results):
     return [[i for part in step for i in part] for step in zip(*(r["ids"] for r in results), strict=True)]
 
 
@@ -103,7 +101,7 @@ def test_a_signalled_group_still_gives_batches_and_no_process_outlives_a_killed_
     wait_for(lambda: not group(child.pid), "the workers end with the trainer", seconds=30)
 
 
-def group(leader: int) -> list[int]:
+def group(leader):
     """The live processes of a process group."""
     live = []
     for process in psutil.process_iter():

@@ -1,7 +1,5 @@
 """Every ZeRO stage on real ranks, compared with a plain PyTorch loop in one process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -23,12 +21,12 @@ STAGE_3 = ["zero3_fp32", "zero3_bf16"]  # patches torch process-wide, so it runs
 
 
 @pytest.fixture(scope="module")
-def arch(tmp_path_factory: pytest.TempPathFactory) -> str:
+def arch(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture(scope="module")
-def reference(arch: str) -> list[float]:
+def reference(arch):
     """Return the losses of plain PyTorch and open_clip: both cross-entropies at tau = 0.07, autograd, AdamW."""
     torch.set_num_threads(1)
     model, _ = build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)
@@ -45,7 +43,7 @@ def reference(arch: str) -> list[float]:
     return found
 
 
-def far(a: list[float], b: list[float]) -> float:
+def far(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 

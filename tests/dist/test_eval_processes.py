@@ -1,9 +1,6 @@
 """Several processes, also those of accelerate, give the same bytes as one; an error on one stops all."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +15,12 @@ from tests.shards import write_members
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000010", 0)
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     root = tmp_path_factory.mktemp("suite")
     return write_one_of_each(root, "imagenet1k", "wilds/fmow", flickr="save_to_disk", winogavil="parquet")
 

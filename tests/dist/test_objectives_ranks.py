@@ -1,9 +1,5 @@
 """Every objective on one and on four real ranks: equal results, little communication, drift checks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ SIZE = 4
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     """Return the results of every rank."""
     out = tmp_path_factory.mktemp("objectives")
     run("tests.dist.objectives_ranks", str(out), ranks=SIZE)
@@ -26,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, torch.Tensor]]:
+def alone():
     return everything(World())
 
 

@@ -1,7 +1,5 @@
 """Each optimizer with each ZeRO stage on two real ranks, compared with plain PyTorch; resumed halfway."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,22 +6,19 @@ With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead; with 
 `each` in place of `3`, it does so at every call.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jobs.cli import run
 from jobs.train import command
 
 
-def doom(place: str, count: str, fate: Callable[[], object]) -> None:
+def doom(place, count, fate):
     """Patch `module:object.attribute` so that its `count`-th call, or each, runs `fate` first."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
@@ -31,7 +28,7 @@ def doom(place: str, count: str, fate: Callable[[], object]) -> None:
     original, calls = getattr(owner, name), 0
 
     @functools.wraps(original)
-    def fatal(*args: Any, **kwargs: Any) -> Any:
+    def fatal(*args, **kwargs):
         nonlocal calls
         calls += 1
         if count in (str(calls), "each"):

@@ -6,17 +6,14 @@ With `until=FILE` instead of seconds, it pauses until the file exists: for a sec
 With `mirror`, the writer waits until each finished checkpoint is in the mirror, so that none is skipped.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from jobs.cli import run
 from jobs.train import command
-from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
 if __name__ == "__main__":
@@ -25,13 +22,13 @@ if __name__ == "__main__":
 
     pauses = (1.03**number for number in itertools.count())
 
-    def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def slow_step(engine, *args, **kwargs):
         until = seconds.partition("until=")[2]
         if not until or not Path(until).exists():
             time.sleep(next(pauses) if until else float(seconds))
         return step(engine, *args, **kwargs)
 
-    def save_and_wait(writer: CheckpointWriter, snapshot: Snapshot) -> None:
+    def save_and_wait(writer, snapshot):
         save(writer, snapshot)
         writer.finish()
 

@@ -1,13 +1,10 @@
 """Two nodes under `torchrun --nnodes 1:2`: one is lost, the other continues alone, and a new one is taken up."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -23,7 +20,7 @@ LIMIT = 240.0
 
 
 @contextmanager
-def node(port: int, log: Path, arguments: list[str], *, host: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+def node(port, log, arguments, *, host=False):
     """A node with one rank: torchrun's agent, and the rank in a session of its own; `host` keeps the rendezvous."""
     call = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9"]
     call += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
@@ -38,7 +35,7 @@ def node(port: int, log: Path, arguments: list[str], *, host: bool = False) -> I
             lose(agent)
 
 
-def lose(agent: subprocess.Popen[bytes]) -> None:
+def lose(agent):
     """Kill an agent and its rank, as if the machine were gone."""
     if agent.poll() is None:
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -47,7 +44,7 @@ def lose(agent: subprocess.Popen[bytes]) -> None:
     agent.wait()
 
 
-def orders(text: str) -> dict[str, str]:
+def orders(text):
     """The hash of the sample order of every finished epoch."""
     return dict(re.findall(r"Epoch (\d+) done: .* order ([0-9a-f]{16})", text))
 
@@ -59,11 +56,11 @@ def test_a_lost_node_is_survived_and_a_new_one_taken_up(base, tmp_path):  # noqa
     output, port = base / "elastic", free_port()
     first, second, third = (tmp_path / name for name in ("first.log", "second.log", "third.log"))
 
-    def resumed() -> int:
+    def resumed():
         """Rank 0 says it, and torchrun makes that of the agent with the lowest process id."""
         return sum(log.read_text().count("Resumed from step-") for log in (first, third) if log.exists())
 
-    def steps() -> int:
+    def steps():
         return max(records(output), default=0) if (output / "metrics.jsonl").is_file() else 0
 
     with ExitStack() as nodes:

@@ -1,10 +1,7 @@
 """Fine-tuning as a user does it: from a run, a folder or a file, at other sizes, with locked towers and layer decay."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +28,7 @@ CONFIG = {**TINY, **{side: {**TINY[side], "layers": 2} for side in ("vision_cfg"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder with shards, an architecture, and a run `first` of 4 steps on them."""
     folder = tmp_path_factory.mktemp("finetune")
     write_shards(folder / "shards", [20, 30])
@@ -40,25 +37,25 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(base: Path, output: str, *more: str, resume: str | None = None) -> str:
+def train(base, output, *more, resume=None):
     """Train in this process and return the run's messages."""
     train_here(*fixed(base, output), *more, resume=resume)
     return " ".join(record["message"] for record in metrics(base / output, "event"))
 
 
-def fixed(base: Path, output: str) -> list[str]:
+def fixed(base, output):
     return [f"output={base / output}", f"data.sources={base / 'shards'}", "samples=32"]
 
 
-def checkpoint(base: Path, output: str, step: int = 4) -> Path:
+def checkpoint(base, output, step=4):
     return base / output / "checkpoints" / f"step-{step:08d}"
 
 
-def weights(base: Path, output: str) -> dict[str, torch.Tensor]:
+def weights(base, output):
     return load_file(checkpoint(base, output) / "open_clip_model.safetensors")
 
 
-def first_tau(base: Path, output: str) -> float:
+def first_tau(base, output):
     return float(metrics(base / output, "train")[0]["tau"])
 
 
@@ -120,7 +117,7 @@ def test_layer_decay_changes_the_first_layers_least(base, precision):
     before = weights(base, "first")
     after = load_file(checkpoint(base, f"decay-{precision}", 1) / "open_clip_model.safetensors")
 
-    def change(name: str) -> float:
+    def change(name):
         return float((after[name] - before[name]).abs().median())
 
     assert change("visual.proj") == pytest.approx(1e-3, rel=0.05)

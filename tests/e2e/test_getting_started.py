@@ -1,7 +1,5 @@
 """The commands of docs/getting-started.md, run unchanged and in order, at a tiny size; the wheel runs the demo."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import BLOCK, ROOT, Line, blocks, lines
+from tests.documents import BLOCK, ROOT, blocks, lines
 from tests.launch import Program, environment, run, wait_for
 from tests.metrics import metrics
 from tests.towers import write_tiny
@@ -57,7 +55,7 @@ def test_the_wheel_has_every_file_that_is_not_python(wheel):
     assert not expected - held
 
 
-def here(word: str, tmp: Path) -> str:
+def here(word, tmp):
     """Return a word of a command with its output folders moved below `tmp`."""
     if word == "source.table=urls.parquet":
         return f"source.table={tmp}/runs/scenes/urls.parquet"
@@ -65,7 +63,7 @@ def here(word: str, tmp: Path) -> str:
     return re.sub(r"^((?:[a-z.]+=)?)(runs|hub|data/mine)(?=/|$)", rf"\1{tmp}/\2", word)
 
 
-def command(line: Line, tmp: Path, tiny: str) -> tuple[str, list[str], int]:
+def command(line, tmp, tiny):
     """Return what to run for a line of the page: the module, its arguments and the number of ranks."""
     program, *arguments = (here(word, tmp) for word in line.words)
     module, ranks = "jobs.cli", 0
@@ -141,7 +139,7 @@ def test_every_command_does_what_the_page_says(tmp_path, wheel):
         assert scope["features"].shape[0] == 1
 
 
-def check_demo(outputs: dict[str, str], run: Path) -> None:
+def check_demo(outputs, run):
     """From URLs to the report, without mocks, and repeated."""
     (printed,) = (text for words, text in outputs.items() if words.startswith("neuclip demo"))
     assert "of 1,000 URLs gave a sample" in printed

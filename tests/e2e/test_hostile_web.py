@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -36,7 +35,7 @@ from pipeline.data.shards.tar_reader import CaptionField
 from tests.downloads import command_of, download_config
 from tests.images import encoded, see_through, sixteen_bits
 from tests.launch import environment
-from tests.web import Site, send, serve
+from tests.web import send, serve
 
 URLS, SHARD, SIZE = 300, 50, 64
 _SOME = 2  # URLs of each class that is not an ordinary image
@@ -56,22 +55,22 @@ class Case:
     digest: str | None = None
 
 
-def photograph(seed: int, width: int = 96, height: int = 80) -> Image.Image:
+def photograph(seed, width=96, height=80):
     small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
 
 
-def encoded_jpeg(image: Image.Image, **options: object) -> bytes:
+def encoded_jpeg(image, **options):
     return encoded(image, "JPEG", **{"quality": 95, **options})
 
 
-def turned(image: Image.Image, orientation: int) -> bytes:
+def turned(image, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded_jpeg(image, exif=exif)
 
 
-def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
+def serves(body, status=200, **headers):
     return lambda handler: send(handler, status, body, **headers)
 
 
@@ -99,7 +98,7 @@ OPT_OUTS = ("noai", "otherbot: nofollow, *: noindex")
 NOT_OPTED_OUT = ("otherbot: noai", "max-image-preview: none")
 
 
-def cut(handler: BaseHTTPRequestHandler) -> None:
+def cut(handler):
     body = encoded_jpeg(photograph(0))
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(body)))
@@ -107,7 +106,7 @@ def cut(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(body[: len(body) // 2])
 
 
-def classes() -> dict[str, tuple[Answer, str | None]]:
+def classes():
     """Return the failure classes by name: the server's response, and the reason that must be recorded."""
     jpeg = encoded_jpeg(photograph(1))
     lossless = encoded(photograph(1), "PNG")
@@ -144,7 +143,7 @@ WRITTEN = {
 }
 
 
-def make_cases(site: Site) -> list[Case]:
+def make_cases(site):
     """Return the shuffled list: every class a few times, and ordinary photographs for the rest."""
     cases = [
         Case(kind, serves(body), body=body)
@@ -176,7 +175,7 @@ def make_cases(site: Site) -> list[Case]:
     return cases
 
 
-def seen(body: bytes) -> np.ndarray:
+def seen(body):
     """Return the image as it appears on a white page, at the stored size."""
     with Image.open(io.BytesIO(body)) as image:
         if image.mode.startswith("I;16"):
@@ -190,7 +189,7 @@ def seen(body: bytes) -> np.ndarray:
     return cv2.resize(array, target, interpolation=cv2.INTER_AREA) if factor < 1 else array
 
 
-def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
+def wrong_samples(root, cases):
     """Return the differences between the stored samples and the served images."""
     wrong, found = [], set()
     manifest = load_manifest(root)

@@ -1,12 +1,8 @@
 """A locked image tower whose outputs are stored: the same training, without decoding an image."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ EPOCH, EPOCHS = 6, 3
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Shards of which one image is corrupt, a run whose weights the others start from, and its tower's outputs."""
     folder = tmp_path_factory.mktemp("features")
     write_shards(folder / "shards", [20, 28], replace={7: {"jpg": b"no image", "txt": b"caption 7"}})
@@ -43,13 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def store(base: Path, output: str, *options: str, data: str = "shards") -> None:
+def store(base, output, *options, data="shards"):
     given = [str(base / "first"), "--images-only", "--data", str(base / data), "--output", str(base / output)]
     done = CliRunner().invoke(command, [*given, "--workers", "0", "--device", "cpu", *options])
     assert done.exit_code == 0, done.exception
 
 
-def settings(base: Path, output: str, *more: str, stored: str | None = None) -> list[str]:
+def settings(base, output, *more, stored=None):
     features = [] if stored is None else [f"data.image_features={base / stored}"]
     return [f"output={base / output}", f"data.sources={base / 'shards'}", f"samples={8 * EPOCH * EPOCHS}",
             "model.arch=pretrained", f"model.pretrained={base / 'first'}", "model.lock_image=true",
@@ -57,12 +53,12 @@ def settings(base: Path, output: str, *more: str, stored: str | None = None) -> 
             *features, *more]  # fmt: skip
 
 
-def orders(base: Path, output: str) -> list[Any]:
+def orders(base, output):
     """Return order, corrupt samples and counts of every epoch."""
     return [record["data"] for record in metrics(base / output, "event") if "data" in record]
 
 
-def assert_same(base: Path, a: str, b: str, *, loss: float = 2e-6, weight: float = 1e-5) -> None:
+def assert_same(base, a, b, *, loss=2e-6, weight=1e-5):
     """Same samples in the same rows, same loss in every step, same weights; up to rounding."""
     assert orders(base, a) == orders(base, b)
     assert len(orders(base, a)) == EPOCHS
@@ -76,7 +72,7 @@ def assert_same(base: Path, a: str, b: str, *, loss: float = 2e-6, weight: float
 
 
 @pytest.fixture(scope="module")
-def plain(base: Path) -> str:
+def plain(base):
     """A run without stored features."""
     train_here(*settings(base, "plain"))
     return "plain"

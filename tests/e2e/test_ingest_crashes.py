@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_files import withdraw
-from data_prep.dataset.shard_plan import Plan
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader, supervisor
 from data_prep.fetching.decoder import ImageConverter
@@ -34,7 +32,7 @@ from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from tests.downloads import download_config
 from tests.ingested import fetch_in_process, in_a_fork, own_opener  # noqa: F401 (a fixture)
-from tests.web import Site, jpeg, send, serve
+from tests.web import jpeg, send, serve
 
 ROWS, SHARD = 18, 6
 NAMES = {"0000000001", "0000000007", "0000000008", "0000000017"}
@@ -44,7 +42,7 @@ _VARIES = ("staging", "report.html")
 class Place:
     """A web site, a dataset folder, and the three commands that change it."""
 
-    def __init__(self, site: Site, folder: Path) -> None:
+    def __init__(self, site, folder):
         self.site, self.root, self.is_busy = site, folder / "data", False
         urls = [f"{site.base}/{k}" for k in range(ROWS)]
         for k in range(ROWS):
@@ -54,7 +52,7 @@ class Place:
         fetch = {"shard_size": SHARD, "threads": 2, "retries": 0, "processes": 1}
         self.config = download_config(self.root, folder / "urls.parquet", fetch=fetch)
 
-    def _answer(self, handler: object, k: int) -> None:
+    def _answer(self, handler, k):
         if k % 5 == 4:
             send(handler, 404, b"")
         elif self.is_busy and k % 3 == 0:
@@ -62,24 +60,24 @@ class Place:
         else:
             send(handler, 200, jpeg(side=30 + k))
 
-    def download(self) -> None:
+    def download(self):
         ingest.download(self.config)
         write_report(self.root)
 
-    def download_while_busy(self) -> None:
+    def download_while_busy(self):
         self.is_busy = True
         self.download()
         self.is_busy = False
 
-    def retry(self) -> None:
+    def retry(self):
         ingest.download(self.config, retry_failed=True)
         write_report(self.root)
 
-    def remove(self) -> None:
+    def remove(self):
         remove(self.root, NAMES)
         write_report(self.root)
 
-    def contents(self) -> dict[str, bytes]:
+    def contents(self):
         """Return all files whose bytes are deterministic."""
         files = (path for path in self.root.rglob("*") if path.is_file())
         named = {str(path.relative_to(self.root)): path for path in files}
@@ -87,14 +85,14 @@ class Place:
 
 
 @pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch):
     """Run the work of the engine's workers, and their decoders, in this process."""
     monkeypatch.setattr(downloader, "Decoder", ImageConverter)
     monkeypatch.setattr(ingest, "fetch", fetch_in_process)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path):
     with serve() as site:
         yield Place(site, tmp_path)
 
@@ -136,7 +134,7 @@ def test_a_command_killed_at_any_step_can_be_repeated(place, tmp_path, command):
 
 
 def test_two_workers_on_one_folder_produce_the_same_dataset(place, monkeypatch):
-    def manifest_of(folder: Folder, plan: Plan) -> Manifest:
+    def manifest_of(folder, plan):
         with pytest.raises(UserError, match="Another process"), part_lock(folder, "manifest", seconds=0):
             pass  # else one that read older records could be written last
         return expected_manifest(folder, plan)

@@ -1,7 +1,5 @@
 """The same list gives the same bytes with every distributor of img2dataset."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

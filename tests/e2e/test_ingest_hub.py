@@ -1,11 +1,6 @@
 """Metadata from the hub: pinned, streamed, and read offline from the cache; tested in separate processes."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +15,7 @@ ROWS = 60
 REPO = "mlfoundations/datacomp_pools"
 
 
-def parquet_of(start: int, stop: int) -> bytes:
+def parquet_of(start, stop):
     return parquet(pa.Table.from_pylist([
         {"uid": f"{k:032x}", "url": f"http://example.org/{k}.jpg", "text": f"a cat {k}", "sha256": f"{k:064x}",
          "face_bboxes": [[0.1, 0.1, 0.2, 0.2]], "clip_l14_similarity_score": 0.3} for k in range(start, stop)
@@ -28,7 +23,7 @@ def parquet_of(start: int, stop: int) -> bytes:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     files = {
         "README.md": b"---\nlicense: cc-by-4.0\n---\n",
         "small/a.parquet": parquet_of(0, 40),
@@ -39,12 +34,12 @@ def hub() -> Iterator[Hub]:
         yield Hub(site, {REPO: files})
 
 
-def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+def plan_only(hub, folder, *words, offline=False):
     words += ("source.name=datacomp-small", f"source.rows={ROWS}", "fetch.shard_size=25", f"output={folder / 'out'}")
     return at_hub(hub, folder, "-m", "jobs.download", "--plan-only", *words, offline=offline)
 
 
-def at_hub(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+def at_hub(hub, folder, *words, offline=False):
     """Run Python with this hub and a cache of its own."""
     return python(*words, timeout=240, HF_ENDPOINT=hub.base, HF_HOME=str(folder / "hf"), HF_HUB_DISABLE_TELEMETRY="1",
                   HF_HUB_OFFLINE="1" if offline else "0")  # fmt: skip

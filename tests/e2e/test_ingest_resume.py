@@ -1,11 +1,7 @@
 """Stopping, killing and pausing: nothing is lost, and the final result is always the same."""
 
-from __future__ import annotations
-
 import subprocess
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import psutil
@@ -15,23 +11,21 @@ import pytest
 
 from data_prep import ingest
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.download_config import DownloadConfig
 from data_prep.ingest import download, prepare
-from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from tests.downloads import command_of, download_config
 from tests.ingested import fetch_here, fetch_in_process, own_opener  # noqa: F401 (a fixture)
 from tests.launch import lives, wait_for
-from tests.web import Site, jpeg, send, serve
+from tests.web import jpeg, send, serve
 
 ROWS, SHARD = 120, 20
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path]]:
+def place(tmp_path_factory):
     """A site of images that take a twentieth of a second each, every tenth of them missing, and a table of its URLs."""
 
-    def answer(handler: BaseHTTPRequestHandler) -> None:
+    def answer(handler):
         time.sleep(0.05)
         number = int(handler.path.strip("/"))
         if number % 10 == 3:
@@ -48,12 +42,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path
 
 
 @pytest.fixture(scope="module")
-def undisturbed(place: tuple[Site, Path], tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def undisturbed(place, tmp_path_factory):
     config, plan = prepare(settings(tmp_path_factory.mktemp("undisturbed"), place[1]))
     return fetch_here(config, plan, range(plan.shards))
 
 
-def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch: object) -> DownloadConfig:
+def settings(output, table, *, monitor=None, **fetch):
     fetch = {"shard_size": SHARD, "processes": 1, "threads": 4, "timeout": 2, "retries": 0, **fetch}
     return download_config(output, table, guard={"backoff": 0.05}, fetch=fetch, monitor=monitor or {})
 
@@ -105,7 +99,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     down = [False]
     good = site.answers
 
-    def flaky(handler: BaseHTTPRequestHandler) -> None:
+    def flaky(handler):
         if down[0]:
             send(handler, 403, b"")
         else:
@@ -115,7 +109,7 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     folder = Folder(tmp_path / "out")
     config = settings(tmp_path / "out", table, monitor={"min_success": 0.2})
 
-    def ban(*_: object) -> None:
+    def ban(*_):
         down[0] = len(folder.finished()) >= 2
 
     with pytest.raises(UserError, match=r"http 403 \d+%") as caught:
@@ -130,5 +124,5 @@ def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list
     assert download(config).digest == undisturbed.digest
 
 
-def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def family_of(process):
     return psutil.Process(process.pid).children(recursive=True)

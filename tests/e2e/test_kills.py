@@ -1,7 +1,5 @@
 """Runs that are killed and resumed on other layouts lose nothing: the short form of `python -m jobs.bench.kills`."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Starting runs on a cluster: two nodes with deepspeed, Slurm with preemption, the container file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,7 +39,7 @@ if [[ $1 == requeue ]]; then echo "$2" >> "$FAKE/requeued"; else echo 127.0.0.1;
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     prepare(folder, [20, 30, 15])
     recipe = {
@@ -55,7 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
+def slurm(tmp_path):
     """Return an environment in which `srun` and `scontrol` are the fakes above."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         path = tmp_path / name
@@ -66,7 +64,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {**environment(), **job, "PATH": path, "FAKE": str(tmp_path), "PYTHON": sys.executable}
 
 
-def _job_id() -> int:
+def _job_id():
     """Return a job id whose port (by the template's rule, 20000 + id) is free."""
     for number in range(os.getpid() % 10_000, 20_000):
         with socket.socket() as probe:
@@ -75,7 +73,7 @@ def _job_id() -> int:
     raise AssertionError("every port is taken")
 
 
-def steps(run: Path) -> list[int]:
+def steps(run):
     return [record["step"] for record in metrics(run, "train")]
 
 

@@ -1,7 +1,5 @@
 """The first commands of docs/own-data.md, run unchanged, on 64 images and a tiny model."""
 
-from __future__ import annotations
-
 import csv
 
 import open_clip

@@ -1,17 +1,13 @@
 """Runs whose checkpoints are copied to an S3 server (moto), and runs that read their shards from one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,7 +26,7 @@ MIRROR = "s3://bucket/runs"
 
 
 @contextmanager
-def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
+def s3_server(log, **settings_of_moto):
     """A server for this process and those that it starts, with nothing of the user's own configuration."""
     for package in ("s3fs", "moto", "flask_cors"):
         pytest.importorskip(package, reason="the extras `s3` and `s3-server` are not installed")
@@ -48,7 +44,7 @@ def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
         "NO_PROXY": "127.0.0.1",
     }
 
-    def answers() -> bool:
+    def answers():
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -67,7 +63,7 @@ def s3_server(log: Path, **settings_of_moto: str) -> Iterator[None]:
         server.wait()
 
 
-def client() -> Any:
+def client():
     """A client of the current server that no other code uses."""
     import s3fs
 
@@ -75,17 +71,17 @@ def client() -> Any:
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def s3(tmp_path_factory):
     with s3_server(tmp_path_factory.mktemp("s3") / "log"):
         client().mkdir("bucket")
         yield
 
 
-def kill_while_uploading(arguments: list[str], folder: Path) -> None:
+def kill_while_uploading(arguments, folder):
     """Start a run, and kill it while its mirror has a checkpoint and some files of a later one."""
     store = client()
 
-    def uploading() -> bool:
+    def uploading():
         files = [Path(path) for path in store.find("bucket/runs", refresh=True) if f"/{folder.name}/" in path]
         finished = {path.parent for path in files if path.name == META_NAME}
         return bool(finished and {path.parent for path in files if path.parent.name.startswith(PREFIX)} - finished)

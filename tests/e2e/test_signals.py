@@ -1,7 +1,5 @@
 """How a run ends when its launcher or a rank receives a signal, as docs/cluster.md says."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, Program, command, environment, free_port, lives, wait_for
+from tests.launch import ROOT, command, environment, free_port, lives, wait_for
 from tests.training import SMALL, prepare, settings_in
 
 
-def settings(folder: Path) -> list[str]:
+def settings(folder):
     """A run that would take hours and saves only when it is stopped."""
     given = ["telemetry.progress=auto", "samples=80000000", "checkpoint.every=1000000", "engine.lost_rank_seconds=20"]
     return settings_in(prepare(folder, [20, 30, 15]), "run", *SMALL, *given)
 
 
-def launch(launcher: str, arguments: list[str]) -> list[str]:
+def launch(launcher, arguments):
     if launcher == "neuclip":
         return [str(Path(sys.executable).parent / "neuclip"), "train", "--ranks", "2", *arguments]
     if launcher == "torchrun":
@@ -30,14 +28,14 @@ def launch(launcher: str, arguments: list[str]) -> list[str]:
     return [str(Path(sys.executable).parent / "deepspeed"), *place, "--module", "jobs.train", *arguments]
 
 
-def wait_until(moment: str, run: Path, process: subprocess.Popen[str] | Program, *, step: int = 5) -> list[int]:
+def wait_until(moment, run, process, *, step=5):
     """Wait until a `step`, counted from the run's first start, was taken, or a `checkpoint` is being written after it.
 
     Returns the process ids of the ranks that have begun to train; `process` is their launcher.
     """
     metrics = run / "metrics.jsonl"
 
-    def reached() -> bool:
+    def reached():
         steps = metrics.exists() and f'"step": {step},' in metrics.read_text()
         return steps and (moment == "step" or any((run / "checkpoints").glob(".step-*")))
 

@@ -1,10 +1,6 @@
 """`neuclip study` as a user runs it, at the smoke size; `tests/unit/test_studies.py` checks how all are declared."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +8,7 @@ from jobs.studies.declare import units_of
 from tests.launch import run as launch
 
 
-def study(*words: str, size: str = "smoke", place: Path) -> subprocess.CompletedProcess[str]:
+def study(*words, size="smoke", place):
     return launch("jobs.study", *words, "--size", size, "--output", str(place), timeout=900, check=False)
 
 

@@ -1,13 +1,9 @@
 """Several watchers as real processes, one killed with -9 while working: every checkpoint is evaluated once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,16 +21,16 @@ from tests.launch import Program, wait_for
 STEPS = tuple(range(100, 900, 100))
 
 
-def start(run: Path, suite: Path) -> Program:
+def start(run, suite):
     arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2"]
     return Program("jobs.watch", *arguments, "evaluation.workers=0", "evaluation.micro_batch=8")
 
 
-def outcomes(ledger: Path) -> dict[str, dict[str, Any]]:
+def outcomes(ledger):
     return {folder.name: read_tree(folder / "attempt.json") for folder in ledger.glob("*")}
 
 
-def with_outcome(ledger: Path, how: str) -> set[str]:
+def with_outcome(ledger, how):
     return {name for name, outcome in outcomes(ledger).items() if outcome.get("how") == how}
 
 

@@ -6,8 +6,7 @@ import io
 import math
 import random
 import zlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ SIZE = 96
 SAME_ORDER, OTHER_ORDER = (2, 0.02), (9, 0.4)
 
 
-def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
+def picture(number, *, size):
     """Make an image of the given (width, height) whose spectrum falls as 1 / frequency, as in photographs."""
     rng = np.random.default_rng(number)
     frequency = np.hypot(np.fft.fftfreq(size[1])[:, None], np.fft.rfftfreq(size[0])[None])
@@ -39,7 +38,7 @@ def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(np.clip(128 + 55 * waves / waves.std(), 0, 255).astype(np.uint8))
 
 
-def decoder(mode: Literal["fast", "exact"], **options: Any) -> ImageDecoder:
+def decoder(mode, **options):
     settings: dict[str, Any] = {"size": SIZE, "crop": CropConfig(scale=(0.3, 1.0)), "max_pixels": 10**6} | options
     return ImageDecoder(mode=mode, **settings)
 
@@ -79,7 +78,7 @@ def test_colours_change_as_in_open_clip(strengths, grey, order, monkeypatch):
     from open_clip.transform import AugmentationCfg, image_transform
     from torchvision.transforms import ColorJitter
 
-    def drawn(*ranges: tuple[float, float] | None) -> tuple[Any, ...]:
+    def drawn(*ranges):
         return order, *(r and r[0] + (r[1] - r[0]) * share for r, share in zip(ranges, shares, strict=True))
 
     shares = (0.9, 0.2, 0.7, 0.35)
@@ -132,7 +131,7 @@ def test_crops_stay_inside_the_image():
         assert left + w <= width
 
 
-def damaged() -> Iterator[bytes]:
+def damaged():
     rng = random.Random(0)
     whole = [make(picture(2, size=(60, 50))) for make in ENCODINGS.values()]
     for number in range(900):
@@ -181,7 +180,7 @@ def test_crop_distribution_matches_torchvision():
     theirs = np.array([RandomResizedCrop.get_params(blank, list(crop.scale), list(crop.ratio)) for _ in range(n)])
     ours = np.array([crop_box(height, width, crop=crop, state=draw(1, i)) for i in range(n)])
 
-    def features(boxes: np.ndarray) -> np.ndarray:
+    def features(boxes):
         top, left, h, w = boxes.T.astype(float)
         return np.stack([h * w / (height * width), np.log(w / h), top / (height - h + 1), left / (width - w + 1)])
 

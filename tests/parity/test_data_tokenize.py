@@ -1,17 +1,14 @@
 """The cached tokenizer returns the same token ids as open_clip, for clean captions and for messy web text."""
 
-from __future__ import annotations
-
 import pickle
 import random
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loading.decode import CachedTokenizer, fast_tokenizer
+from pipeline.data.loading.decode import fast_tokenizer
 from pipeline.model.architectures import build_tokenizer
 
 PIECES = [
@@ -23,7 +20,7 @@ PIECES = [
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, CachedTokenizer]:
+def pair():
     import open_clip
 
     reference = open_clip.get_tokenizer("ViT-B-32")

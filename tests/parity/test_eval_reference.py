@@ -1,12 +1,9 @@
 """The whole benchmark against a simple reference: one image at a time, metrics from scikit-learn."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,9 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, re
 
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
-from pipeline.evaluation.run.results import Evaluation, aggregate
+from pipeline.evaluation.run.results import aggregate
 from pipeline.evaluation.run.session import EvaluationConfig
-from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
+from pipeline.model.evaluation_model import for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.evaluation_suite import association_rows, write_suite
 
@@ -29,7 +26,7 @@ TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """A single image is too little work to split: on a busy machine the threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -38,18 +35,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model() -> EvaluationModel:
+def model():
     towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=3)
     return for_evaluation(towers, architecture, source="random-towers")
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     return write_suite(tmp_path_factory.mktemp("suite"), seed=5)
 
 
 @pytest.fixture(scope="module")
-def evaluation(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+def evaluation(model, suite, tmp_path_factory):
     output = tmp_path_factory.mktemp("results")
     return evaluate(model, suite=suite, output=output, config=EvaluationConfig(workers=0, micro_batch=16))[0]
 
@@ -57,21 +54,21 @@ def evaluation(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.Tem
 class Reference:
     """Features of single samples, computed directly with open_clip's towers."""
 
-    def __init__(self, model: EvaluationModel) -> None:
+    def __init__(self, model):
         self.clip, self.preprocess, self.tokenize = model.towers.clip, model.preprocess, model.tokenize
 
     @torch.no_grad()
-    def image(self, image: Image.Image) -> np.ndarray:
+    def image(self, image):
         feature = self.clip.encode_image(self.preprocess(image.convert("RGB"))[None])[0]
         return (feature / feature.norm()).double().numpy()
 
     @torch.no_grad()
-    def text(self, text: str) -> np.ndarray:
+    def text(self, text):
         feature = self.clip.encode_text(self.tokenize([text]))[0]
         return (feature / feature.norm()).double().numpy()
 
 
-def read_tars(folder: Path) -> Iterator[dict[str, bytes]]:
+def read_tars(folder):
     for shard in range(int((folder / "test/nshards.txt").read_text())):
         sample: dict[str, bytes] = {}
         with tarfile.open(folder / f"test/{shard}.tar") as tar:
@@ -85,11 +82,11 @@ def read_tars(folder: Path) -> Iterator[dict[str, bytes]]:
         yield sample
 
 
-def image_of(sample: dict[str, bytes]) -> Image.Image:
+def image_of(sample):
     return Image.open(io.BytesIO(next(sample[s] for s in ("webp", "png", "jpg", "jpeg") if s in sample)))
 
 
-def classification(reference: Reference, folder: Path) -> dict[str, np.ndarray]:
+def classification(reference, folder):
     names = (folder / "classnames.txt").read_text().split("\n")[:-1]
     templates = (folder / "zeroshot_classification_templates.txt").read_text().split("\n")[:-1]
     vectors = []
@@ -106,7 +103,7 @@ def classification(reference: Reference, folder: Path) -> dict[str, np.ndarray]:
     return {"y": np.array(target), "order": order, "metadata": np.array(metadata), "classes": np.array(len(names))}
 
 
-def worst(right: np.ndarray, group: np.ndarray) -> float:
+def worst(right, group):
     return min(float(right[group == g].mean()) for g in set(group.tolist()))
 
 
@@ -147,7 +144,7 @@ def test_classification_task(key, model, suite, evaluation):
     assert result.samples == len(y)
 
 
-def retrieval_images_and_captions(folder: Path) -> tuple[list[Any], list[list[str]]]:
+def retrieval_images_and_captions(folder):
     if (folder / "state.json").is_file():
         import datasets
 

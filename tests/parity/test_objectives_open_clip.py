@@ -1,7 +1,5 @@
 """`openclip` and `siglip` match open_clip's losses in one process."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,21 +1,16 @@
 """Fixtures that several test files share; what they need is imported when a test asks for them."""
 
-from __future__ import annotations
-
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.run.evaluator import Evaluation
-    from pipeline.model.evaluation_model import EvaluationModel
-    from tests.written_checkpoints import Towers
+    pass
 
 
 @pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
+def towers(tmp_path_factory):
     from pipeline.model.towers import ModelConfig, build_towers
     from tests.towers import write_tiny
 
@@ -24,7 +19,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
 
 @pytest.fixture(scope="module")
-def model() -> EvaluationModel:
+def model():
     """A model for evaluation."""
     from tests.checkpoints import make_model
 
@@ -32,7 +27,7 @@ def model() -> EvaluationModel:
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     """A suite of four tasks, in several layouts."""
     from tests.evaluation_suite import write_one_of_each
 
@@ -41,7 +36,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def evaluated(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluation]:
+def evaluated(model, suite, tmp_path_factory):
     """A folder of the model's results on the suite, which tests only read, and what was returned."""
     from tests.checkpoints import scored
 
@@ -50,7 +45,7 @@ def evaluated(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def expected(evaluated: tuple[Path, Evaluation]) -> dict[str, bytes]:
+def expected(evaluated):
     """The files of the model's results on the suite."""
     from tests.checkpoints import contents
 
@@ -58,6 +53,6 @@ def expected(evaluated: tuple[Path, Evaluation]) -> dict[str, bytes]:
 
 
 @pytest.fixture(params=["memory", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def url(request, tmp_path):
     """A place of mirrors; tests/e2e/test_s3.py has an object store."""
     return f"memory://{uuid.uuid4().hex}/runs" if request.param == "memory" else f"file://{tmp_path}/store"

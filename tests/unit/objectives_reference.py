@@ -1,18 +1,13 @@
 """Helpers of the objectives' tests: features, contexts, and normalizers as the papers write them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.objectives import ObjectiveContext
 
 
-def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext:
+def context(batch_size, dim=16, **facts):
     defaults: dict[str, object] = {
         "dim": dim, "batch_size": batch_size, "dataset_size": 4 * batch_size, "steps_per_epoch": 4, "total_steps": 40,
         "world": World(), "device": torch.device("cpu"), "dtype": torch.float64,
@@ -20,15 +15,13 @@ def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext
     return ObjectiveContext(**{**defaults, **facts})
 
 
-def unit_features(batch_size: int, dim: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def unit_features(batch_size, dim=16, *, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     shape = (2, batch_size, dim)
     return list(F.normalize(torch.randn(shape, generator=generator, dtype=dtype), dim=2).unbind(0))
 
 
-def normalizers(
-    image: Tensor, text: Tensor, tau: tuple[Tensor, Tensor], *, equal: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def normalizers(image, text, tau, *, equal=None):
     """g1_i, g2_i: the mean of exp((s_ij - s_ii) / tau_i) over j != i, for both sides; formed naively.
 
     The terms of pairs that are `equal`, [B, B], are 0.
@@ -43,12 +36,12 @@ def normalizers(
     return first, second
 
 
-def relative_error(ours: Tensor, reference: Tensor) -> float:
+def relative_error(ours, reference):
     ours, reference = ours.detach(), reference.detach()
     return float((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-300))
 
 
-def assert_exact(objective: Any, output: Any, loss: Tensor, *inputs: Tensor, tolerance: float = 1e-10) -> None:
+def assert_exact(objective, output, loss, *inputs, tolerance=1e-10):
     """The output is the loss as written, with autograd's gradients by image, text and, if it is given, temperature."""
     found = (output.grad_image, output.grad_text, objective._pending.tau_gradient)[: len(inputs)]
     assert relative_error(output.loss, loss) < tolerance

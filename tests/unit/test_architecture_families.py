@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder):
     """Write a small Hugging Face tokenizer with the special tokens that open_clip requires."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_text_model(folder: Path, kind: str) -> str:
+def write_text_model(folder, kind):
     """Write the config of a small transformers text tower and return its folder."""
     import transformers
 
@@ -81,11 +81,11 @@ def write_text_model(folder: Path, kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def small(family: str, folder: Path) -> str:
+def small(family, folder):
     """Write the small config of a family and return the path of its JSON file, for `model.arch`."""
     name, changes = FAMILIES[family]
     config = copy.deepcopy(open_clip.get_model_config(name))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 import torch
 from open_clip.transformer import PatchDropout as OpenClipPatchDropout
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.model.attention import (
@@ -22,7 +20,7 @@ from pipeline.model.attention import (
     use_packed_attention,
 )
 from pipeline.model.image_tower import PatchDropout
-from pipeline.model.towers import ModelConfig, Towers, build_towers
+from pipeline.model.towers import ModelConfig, build_towers
 
 # One architecture per kind of tower that open_clip 3.3 builds from its own transformer classes.
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,14 +41,14 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def write_kind(folder: Path, kind: str) -> str:
+def write_kind(folder, kind):
     changes = KINDS[kind]
     config = {**BASE, **{key: value for key, value in changes.items() if not isinstance(value, dict)}}
     for side in ("vision_cfg", "text_cfg"):
@@ -60,14 +58,14 @@ def write_kind(folder: Path, kind: str) -> str:
     return str(path)
 
 
-def both(arch: str, **settings: Any) -> tuple[Towers, Towers]:
+def both(arch, **settings):
     """Build the same towers with open_clip's attention and with packed attention."""
     plain, _ = build_towers(ModelConfig(arch=arch, packed_attention=False, **settings), seed=0)
     packed, _ = build_towers(ModelConfig(arch=arch, **settings), seed=0)
     return plain.train(), packed.train()
 
 
-def batch(length: int = 12, size: int = 32) -> tuple[Tensor, Tensor]:
+def batch(length=12, size=32):
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(1, 49000, (5, length), generator=generator)
     for row, end in enumerate((3, 5, length - 1, 7, 4)):
@@ -75,7 +73,7 @@ def batch(length: int = 12, size: int = 32) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 3, size, size, generator=generator), text
 
 
-def gradients(towers: Towers, inputs: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+def gradients(towers, inputs):
     torch.manual_seed(3)
     features = towers(*inputs)
     weights = [torch.randn(f.shape, generator=torch.Generator().manual_seed(4)) for f in features]
@@ -83,7 +81,7 @@ def gradients(towers: Towers, inputs: tuple[Tensor, Tensor]) -> tuple[tuple[Tens
     return features, {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
 
-def assert_same(plain: Towers, packed: Towers, inputs: tuple[Tensor, Tensor]) -> None:
+def assert_same(plain, packed, inputs):
     (features, expected), (packed_features, found) = gradients(plain, inputs), gradients(packed, inputs)
     for a, b in zip(features, packed_features, strict=True):
         assert (a - b).abs().max() < 1e-5
@@ -93,7 +91,7 @@ def assert_same(plain: Towers, packed: Towers, inputs: tuple[Tensor, Tensor]) ->
         assert (found[name] - gradient).abs().max() < 1e-5 * max(1.0, size), name
 
 
-def packed_in(module: nn.Module) -> int:
+def packed_in(module):
     return sum(isinstance(m, PackedAttention) for m in module.modules())
 
 

@@ -1,7 +1,5 @@
 """The benchmarks of steps: their contenders and texts, and the GPU's, which runs in a tiny form on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The memory of batches: when a block is written again, and what happens on a GPU, with a fake driver."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ import torch
 from pipeline.data.loading.blocks import SPARE, Blocks
 
 
-def fill(blocks: Blocks, number: int) -> None:
+def fill(blocks, number):
     """What two workers write of a batch."""
     blocks.rows(number, 0, 1).fill_(number)
     blocks.rows(number, 1, 3).fill_(number)
@@ -37,15 +35,15 @@ def test_a_block_is_written_again_when_its_batch_is_gone(ahead, kept):
 class Driver:
     """Of a GPU that can page-lock memory, or not."""
 
-    def __init__(self, error: int) -> None:
+    def __init__(self, error):
         self.error, self.locked = error, dict[int, int]()
 
-    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, start, size, flags):
         if not self.error:
             self.locked[start] = size
         return self.error
 
-    def cudaHostUnregister(self, start: int) -> int:
+    def cudaHostUnregister(self, start):
         del self.locked[start]
         return 0
 
@@ -54,7 +52,7 @@ class Driver:
 def test_memory_is_page_locked_once_and_freed_after_its_last_batch(error, monkeypatch, caplog):
     driver, empty, pinned = Driver(error), torch.empty, []
 
-    def fake(*shape: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+    def fake(*shape, pin_memory=False, **options):
         pinned.append(pin_memory)
         return empty(*shape, **options)
 

@@ -1,7 +1,5 @@
 """Checkpoints on disk are complete and verified, and a run survives damaged files and failed writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +66,7 @@ def test_ranks_share_the_hashing_and_agree(tmp_path, towers, monkeypatch, broken
     monkeypatch.setattr(reader, "sha256_of", lambda path: hashed.append(path) or original(path))
     events: list[str] = []
 
-    def rank(world: World) -> int:
+    def rank(world):
         found = agreed_checkpoint(tmp_path, "latest", world=world, on_event=events.append)
         return found.step
 
@@ -170,7 +167,7 @@ def test_exhausted_addresses_are_an_error_and_no_abort(tmp_path, towers):
 def test_a_checkpoint_is_written_without_a_thread(tmp_path, towers, monkeypatch):
     """Regression test: a run whose threads were used up (`ulimit -u` or `-v`) ended with 70, "probably a bug"."""
 
-    def none_left(thread: threading.Thread) -> None:
+    def none_left(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
@@ -181,12 +178,12 @@ def test_a_checkpoint_is_written_without_a_thread(tmp_path, towers, monkeypatch)
 class OneOfTwo(World):
     """One rank of two; the other one is another object in this process."""
 
-    def barrier(self) -> None:
+    def barrier(self):
         pass
 
 
 def test_first_rank_reports_failures_of_other_ranks(tmp_path, towers):
-    def full() -> Iterator[torch.Tensor]:
+    def full():
         yield torch.arange(4.0)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -205,7 +202,7 @@ def test_first_rank_reports_failures_of_other_ranks(tmp_path, towers):
 def test_writing_a_table_keeps_no_block_but_the_last(tmp_path, towers):
     held, alive = list[weakref.ref[torch.Tensor]](), list[int]()
 
-    def blocks() -> Iterator[torch.Tensor]:
+    def blocks():
         for start in (0.0, 4.0, 8.0):
             alive.append(sum(reference() is not None for reference in held))
             block = torch.arange(start, start + 4)
@@ -264,7 +261,7 @@ def test_a_kill_while_a_checkpoint_is_written_again_leaves_one_of_them(tmp_path,
     write(tmp_path, towers, [4], keep_last=1)
     plain, calls = os.replace, list[str]()
 
-    def die(source: Path, target: Path) -> None:
+    def die(source, target):
         if name_of(4) in Path(source).name and Path(source).is_dir():
             if len(calls) == renames:
                 raise KeyboardInterrupt  # as a kill: nothing of the writer runs after it

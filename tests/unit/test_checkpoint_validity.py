@@ -31,7 +31,7 @@ from pipeline.run_files import (
 from tests.written_checkpoints import latest, snapshot, write, writer_of
 
 
-def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> Path:
+def change_meta(run, step, change):
     """Change a checkpoint.json and its digest."""
     path = run / "checkpoints" / name_of(step) / "checkpoint.json"
     meta = json.loads(path.read_text())
@@ -150,7 +150,7 @@ def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path, towers):
 def test_a_full_disk_at_a_pointer_loses_no_checkpoint(tmp_path, towers, monkeypatch, name):
     original = writer_module.write_text
 
-    def full(path: Path, text: str, **how: Any) -> Path:
+    def full(path, text, **how):
         if path.name == name:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(path, text, **how)

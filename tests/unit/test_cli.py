@@ -1,7 +1,5 @@
 """The command line: fast help, errors in one paragraph, and exit codes."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json
@@ -16,7 +14,7 @@ from pipeline.errors import UserError
 from tests.launch import python
 
 
-def exit_code(*arguments: str) -> int:
+def exit_code(*arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(list(arguments))
     return int(caught.value.code or 0)
@@ -153,7 +151,7 @@ def test_a_traceback_is_printed_if_asked_for(capsys):
     ],
 )
 def test_exit_codes(error, code, text, monkeypatch, capsys):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(importlib.import_module("jobs.train").command, "callback", fail)

@@ -1,7 +1,5 @@
 """Invalid configurations are refused with clear messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml")
 BASE = ["output=x", "samples=1000", "batch_size=100", "data.sources=shards", "schedule.warmup_steps=2"]
 
 
-def refused(*overrides: str) -> str:
+def refused(*overrides):
     with pytest.raises(UserError) as caught:
         load_recipe(None, [*BASE, *overrides])
     return str(caught.value)

@@ -1,7 +1,5 @@
 """Checks that need a GPU; skipped without one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ NEUCLIP_TOLERANCE = 1e-3
 CPU, features changed by a relative 1e-7 move NeuCLIP's feature gradients by up to 6e-5, other methods' by 3e-6."""
 
 
-def run(settings: dict[str, object], device: str, *, strict: bool = False) -> list[torch.Tensor]:
+def run(settings, device, *, strict=False):
     """Return losses and image gradients of a few steps.
 
     With `strict`, synchronizing with the device is an error from the second step on.

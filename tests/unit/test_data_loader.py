@@ -1,18 +1,13 @@
 """The loader end to end in one process: same global batches on every layout, exact resume, each sample once."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards.storage import open_records
 from pipeline.distributed.processes import means_worker_died
@@ -28,18 +23,18 @@ COLOURS = {"color_jitter": [0.4, 0.4, 0.4, 0.1], "color_jitter_prob": 0.8, "gray
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     write_shards(folder, SIZES)
     return folder
 
 
-def loaders(folder: Path, *, ranks: int = 1, **settings: Any) -> list[Loader]:
+def loaders(folder, *, ranks=1, **settings):
     options = {"streams": 4, "shuffle_buffer": 5, **settings}
     return [open_loader(folder, world=World(rank=k, size=ranks), **options) for k in range(ranks)]
 
 
-def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run(ranks, steps):
     """Return the sample ids [steps, B] and images of the global batches."""
     ids, images = [], []
     for _ in range(steps):
@@ -94,7 +89,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(folder):
 
 
 @pytest.fixture(scope="module")
-def second(folder: Path) -> Path:
+def second(folder):
     """A second source; its captions hold its sample ids, which follow those of the first source."""
     other = folder.parent / f"{folder.name}-second"
     write_shards(other, [6, 10, 4], first=48)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loading.loader import Loader
 from pipeline.data.order.canonical_order import planned_ids
 from pipeline.data.order.mixture import order_hash
 from pipeline.distributed.world import World
@@ -30,7 +28,7 @@ BROKEN: dict[str, dict[str, bytes]] = {
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> dict[str, Any]:
+def cases(draw):
     """Draw shards, a layout, broken samples (at most a tenth) and a batch to resume at."""
     streams = draw(st.sampled_from([1, 2, 3, 4, 6]))
     rows = draw(st.integers(1, 3))
@@ -48,7 +46,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def rows_of(group: list[Loader], steps: int) -> list[list[tuple[int, int]]]:
+def rows_of(group, steps):
     """The id, and the sum of the pixels, of every row."""
     batches = [[next(one) for one in group] for _ in range(steps)]
     return [
@@ -86,7 +84,7 @@ def test_order_resume_and_counts(case, tmp_path_factory):
     assert sum(one.position.order_hash for one in group) % 2**64 == whole.position.order_hash
 
 
-def _check_counts(batches: list[list[int]], whole: Loader, broken: dict[int, str]) -> None:
+def _check_counts(batches, whole, broken):
     order = whole._dataset.order
     planned = planned_ids(order, epoch=0, first=0, last=len(batches)).ravel().tolist()
     assert len(set(planned)) == len(planned) == whole.n - whole.layout.dropped
@@ -141,7 +139,7 @@ def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path):
     body = json.dumps({"all": ["caption 1", "caption 2", "caption 3", "", 7], "one": "caption 4"}).encode()
     write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
 
-    def start(caption: str) -> Loader:
+    def start(caption):
         return open_loader(tmp_path, batch=24, streams=1, caption=caption)
 
     one = start("json:all")

@@ -1,7 +1,5 @@
 """Reading shards: every tar format, damaged tars, and samples in streams."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import tarfile
@@ -145,7 +143,7 @@ def test_shards_that_differ_from_the_manifest_are_refused(tmp_path):
         check_shards(only, World())
 
 
-def kept_bytes(stream: StreamReader) -> int:
+def kept_bytes(stream):
     return sum(len(record.image or b"") + len(record.caption or b"") for record in stream._buffer.values())
 
 

@@ -1,7 +1,5 @@
 """The sample order as pure functions, and what `neuclip plan` reports about a run's data."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any
@@ -15,8 +13,8 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order import mixture as hashes
 from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, make_order, planned_ids, stream_order
-from pipeline.data.order.mixture import Mixture, Purpose, Segments, draws, key, make_mixture, plan_epoch
-from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.data.order.mixture import Purpose, draws, key, make_mixture, plan_epoch
+from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.planning.run_plan import host_bytes
 from tests.shards import write_shards
@@ -24,11 +22,11 @@ from tests.shards import write_shards
 GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]
 
 
-def manifest(sizes: list[int], name: str = "a") -> Manifest:
+def manifest(sizes, name="a"):
     return make_manifest([(f"{name}{i}.tar", size, 100 * size, f"{name}{i}") for i, size in enumerate(sizes)])
 
 
-def ids_of(mixture: Mixture, segments: Segments) -> list[int]:
+def ids_of(mixture, segments):
     shards, numbers = segments.locate(np.arange(segments.length))
     ids: list[int] = (mixture.manifest.shards.offsets[shards] + numbers).tolist()
     return ids
@@ -93,7 +91,7 @@ def test_order_matches_recorded_values():
     assert planned_ids(order, epoch=2, first=0, last=3).tolist() == GOLDEN
 
 
-def listed_epoch(mixture: Mixture, *, seed: int, epoch: int) -> list[tuple[int, int, int]]:
+def listed_epoch(mixture, *, seed, epoch):
     """Return `(shard, first sample, samples)` of every segment of an epoch, in reading order."""
     found: list[tuple[int, int, int]] = []
     samples = [shard.samples for shard in mixture.manifest.shards]
@@ -113,7 +111,7 @@ def listed_epoch(mixture: Mixture, *, seed: int, epoch: int) -> list[tuple[int, 
     return [found[i] for i in sorted(range(len(found)), key=hashes.__getitem__)]
 
 
-def listed_ids(order: Order, *, epoch: int) -> list[list[int]]:
+def listed_ids(order, *, epoch):
     """Return the sample ids of all batches of an epoch."""
     shards, layout = list(order.mixture.manifest.shards), order.layout
     segments = listed_epoch(order.mixture, seed=order.seed, epoch=epoch)

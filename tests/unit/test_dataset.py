@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +11,9 @@ import open_clip
 import pytest
 import torch
 import webdataset
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 import neuclip
-from pipeline.data.dataset import OrderedDataset
 from pipeline.data.order.canonical_order import default_streams
 from pipeline.errors import UserError
 from tests.shards import count_tokens, open_loader, write_shards
@@ -29,18 +25,18 @@ MEAN_STD = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     write_shards(folder, [20, 17, 14])
     return folder
 
 
-def make(folder: Path, **changes: Any) -> OrderedDataset:
+def make(folder, **changes):
     options: dict[str, Any] = {"batch_size": BATCH, "image_size": 16, "seed": 3, "tokenize": count_tokens, **SETTINGS}
     return neuclip.dataset(str(folder), **{**options, **changes})
 
 
-def expected(folder: Path, batches: int) -> list[tuple[Tensor, Tensor]]:
+def expected(folder, batches):
     with open_loader(folder, batch=BATCH, **SETTINGS) as loader:
         return [(batch.image.clone(), batch.sample_id.clone()) for batch in itertools.islice(loader, batches)]
 
@@ -131,15 +127,15 @@ def test_a_list_of_folders_is_a_mixture(folder):
 class ForOpenClip:
     """The attributes that open_clip's trainer reads from its loader."""
 
-    def __init__(self, data: OrderedDataset, batches: int) -> None:
+    def __init__(self, data, batches):
         self.pipeline = webdataset.DataPipeline(data, webdataset.map(lambda rows: rows[:2]))
         self.num_batches, self.num_samples, self._batches = STEPS, BATCH * STEPS, batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return itertools.islice(self.pipeline, self._batches)
 
 
-def open_clips_training(data: OrderedDataset, state: Any = None, batches: int = STEPS) -> Any:
+def open_clips_training(data, state=None, batches=STEPS):
     """Train a small model with open_clip's own loop; return its state dicts."""
     from open_clip_train.train import train_one_epoch
 
@@ -160,7 +156,7 @@ def open_clips_training(data: OrderedDataset, state: Any = None, batches: int = 
 
 
 def test_open_clips_own_trainer_stopped_and_resumed_ends_with_the_same_bits(folder):
-    def made() -> OrderedDataset:
+    def made():
         return make(folder, tokenize=few_tokens, normalization=MEAN_STD)
 
     whole, first, again = open_clips_training(made()), made(), made()
@@ -171,6 +167,6 @@ def test_open_clips_own_trainer_stopped_and_resumed_ends_with_the_same_bits(fold
     assert all(torch.equal(resumed[0][name], value) for name, value in whole[0].items())
 
 
-def few_tokens(texts: list[str]) -> Tensor:
+def few_tokens(texts):
     """Tokens of the small architecture."""
     return torch.tensor([[49406, int(text.rpartition(" ")[2]) + 1, 49407, *[0] * 5] for text in texts])

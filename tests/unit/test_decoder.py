@@ -1,12 +1,9 @@
 """An image that crashes its decoder, or keeps it busy, costs its own row and nothing else."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import io
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -38,7 +35,7 @@ decoder.main(int(sys.argv[1]))
 
 
 @pytest.fixture(autouse=True)
-def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def doomed(monkeypatch):
     monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", DOOMED))
     downloader._cached_tools.cache_clear()  # another test of this process may have started one
     yield
@@ -46,7 +43,7 @@ def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def decoder() -> Iterator[Decoder]:
+def decoder():
     # Long enough for starting a process on a busy machine.
     decoder = Decoder(image=ImageConfig(), max_pixels=10**6)
     yield decoder

@@ -1,15 +1,11 @@
 """Which device and which cores a rank takes, what it computes in, and ranks that do not fit together."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import EvaluationConfig, connected_world
 from pipeline.run_files import RUN_CONFIG_NAME
-from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.recipe import load_recipe
 from tests.launch import ROOT
 from tests.metrics import metrics
 from tests.training import prepare, settings_in, train_here
@@ -53,7 +49,7 @@ def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch):
         assert EvaluationConfig(workers=3).loader_workers(found.cores) == 3
 
 
-def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+def pretend_gpus(monkeypatch, count):
     """Make torch see this many GPUs. Returns the list of the current devices that will be set."""
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -77,7 +73,7 @@ def test_a_rank_takes_its_own_gpu_and_is_refused_without_one(monkeypatch):
 def test_a_gpu_that_cannot_be_used_is_named(monkeypatch):
     """Regression test: CUDA's error ended this rank as a bug, and the others waited ten minutes for it."""
 
-    def busy(*_: object) -> None:
+    def busy(*_):
         raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for ...")
 
     pretend_gpus(monkeypatch, 8)
@@ -104,11 +100,11 @@ def test_contradictions_name_the_odd_ranks():
     assert contradiction([CPU, replace(CPU, rank=0)]) == ""
 
 
-def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> list[Any]:
+def meet_all(ranks, *, size, limit=20.0):
     """What `exchange_devices` returned or raised on each rank, in threads that share a store."""
     store = dist.HashStore()
 
-    def result(rank: RankDevice) -> int | UserError:
+    def result(rank):
         try:
             return exchange_devices(store, rank, ranks=size, limit=timedelta(seconds=limit))
         except UserError as error:
@@ -126,10 +122,10 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch):
     also = contradiction([GPU, broken, replace(broken, rank=2, host="node3", problem="node3 has ...")])
     assert also == f"{broken.problem} The same on node3."
 
-    def no_device(name: str, **_: object) -> torch.device:
+    def no_device(name, **_):
         raise UserError("node2 has no GPU")
 
-    def joined(*_: object, problem: str, **__: object) -> int:
+    def joined(*_, problem, **__):
         raise UserError(f"in the store: {problem}")
 
     monkeypatch.setattr(start, "choose_device", no_device)
@@ -164,7 +160,7 @@ def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
-    def problem(rank: int) -> str:
+    def problem(rank):
         with pytest.raises(UserError) as error:
             start._join(rank, 3, torch.device("cpu"), timedelta(minutes=1))
         return str(error.value)
@@ -186,7 +182,7 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch):
         start._join(0, size, torch.device(device), timedelta(minutes=1))
         assert (made["backend"], made["device_id"]) == (backend, bound)
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:100, unhandled system error")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
@@ -228,7 +224,7 @@ def test_workers_leave_a_core_to_the_trainer():
 
 
 @pytest.fixture(params=[12.0, 1.7])
-def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+def slowdown(request, monkeypatch):
     monkeypatch.setattr(devices, "cpu_bf16_slowdown", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return float(request.param)
@@ -256,7 +252,7 @@ def test_the_advice_names_a_file_that_exists():
     assert in_fp32(EngineConfig(deepspeed="/home/me/own_bf16.json")) == "zero1_fp32"
 
 
-def demo(*overrides: str, output: Path) -> RunConfig:
+def demo(*overrides, output):
     return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
 
 

@@ -3,18 +3,14 @@
 The mounts need root, and a machine that allows them.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.checkpoint.reader import damage
-from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.distributed.exit_record import read_ends
 from pipeline.run_files import finished_checkpoints, name_of
 from pipeline.training import hooks
@@ -27,7 +23,7 @@ from tests.training import SMALL, in_this_process, prepare, settings_in, train_h
 STEPS, MEGABYTES = 6, 64
 
 
-def _call(*command: object) -> bool:
+def _call(*command):
     return subprocess.run([str(word) for word in command], capture_output=True, check=False).returncode == 0
 
 
@@ -36,22 +32,22 @@ class SmallDisk:
 
     error = "No space left on device"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self._filler = folder, folder / "filler"
         folder.mkdir()
         if os.geteuid() or not _call("mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", folder):
             pytest.skip("this machine does not allow mounts")
 
-    def fail(self) -> None:
+    def fail(self):
         """Write until nothing more fits."""
         with suppress(OSError), self._filler.open("ab", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
 
-    def repair(self) -> None:
+    def repair(self):
         self._filler.unlink()
 
-    def close(self) -> None:
+    def close(self):
         _call("umount", "--lazy", self.folder)
 
 
@@ -60,7 +56,7 @@ class JournalledDisk:
 
     error = "Read-only file system"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self._file = folder, folder.with_suffix(".ext4")
         folder.mkdir()
         with self._file.open("wb") as file:
@@ -68,24 +64,24 @@ class JournalledDisk:
         if os.geteuid() or not _call("mkfs.ext4", "-q", self._file) or not self._mount():
             pytest.skip("this machine does not allow mounts of files")
 
-    def _mount(self) -> bool:
+    def _mount(self):
         return _call("mount", "-o", "loop", self._file, self.folder)
 
-    def fail(self) -> None:
+    def fail(self):
         """As after an error of the device: from now on it is read-only, also for files that are open."""
         assert _call("mount", "-o", "remount,abort", self.folder)
 
-    def repair(self) -> None:
+    def repair(self):
         self.close()
         _call("fsck.ext4", "-fy", self._file)  # its exit code says that it found something
         assert self._mount()
 
-    def close(self) -> None:
+    def close(self):
         _call("umount", self.folder) or _call("umount", "--lazy", self.folder)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("disks")
     prepare(folder, image_size=32)
     train_here(*settings(folder, folder / "whole"))
@@ -93,25 +89,25 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_retries(monkeypatch):
     monkeypatch.setattr(hooks, "RETRY_MINUTES", 0.0)
 
 
-def settings(base: Path, output: Path, *more: str) -> list[str]:
+def settings(base, output, *more):
     given = (f"samples={8 * STEPS}", "checkpoint.every=2", "telemetry.tensorboard=true")
     return settings_in(base, output, *given, *more)
 
 
-def code_of(*overrides: str) -> int:
+def code_of(*overrides):
     with in_this_process():
         return train(load_recipe(None, [*SMALL, *overrides]))
 
 
-def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def before_step(step, action, monkeypatch):
     """Call `action` before the checkpoint of a step is written."""
     plain = CheckpointWriter.save
 
-    def save(writer: CheckpointWriter, snapshot: Snapshot) -> None:
+    def save(writer, snapshot):
         if snapshot.step == step:
             writer.wait()
             action()
@@ -120,7 +116,7 @@ def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CheckpointWriter, "save", save)
 
 
-def steps_of(run: Path) -> list[str]:
+def steps_of(run):
     assert not any(damage(path) for path in finished_checkpoints(run))
     return [path.name for path in finished_checkpoints(run)]
 

@@ -1,7 +1,5 @@
 """Distillation: the loss and its gradients are those of a plain reference, and runs learn from stored features."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -15,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from open_clip.loss import DistillClipLoss
-from torch import Tensor
 
 from jobs.write_features import command
 from pipeline.data.data_config import TEACHER
@@ -42,12 +39,12 @@ BATCH, WEIGHT, TEACHER_TAU = 12, 0.7, 0.02
 SOFTMAX = [name for name in objective_names() if name != "siglip"]
 
 
-def teacher_of(batch_size: int) -> Teacher:
+def teacher_of(batch_size):
     image, text = unit_features(batch_size, 5, seed=9)
     return Teacher(image, text, TEACHER_TAU)
 
 
-def reference(image: Tensor, text: Tensor, taus: tuple[Tensor, Tensor], teacher: Teacher) -> Tensor:
+def reference(image, text, taus, teacher):
     """Mean KL divergence of both sides' anchors."""
     student, guide = image @ text.T, teacher.image @ teacher.text.T / teacher.tau
     sides = zip((student, student.T), (guide, guide.T), taus, strict=True)
@@ -57,7 +54,7 @@ def reference(image: Tensor, text: Tensor, taus: tuple[Tensor, Tensor], teacher:
     return (divergences[0] + divergences[1]) / 2
 
 
-def computed(name: str, weight: float) -> tuple[Any, Any]:
+def computed(name, weight):
     """The output of a batch in float64, the gradient by the temperature, and the temperatures."""
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
@@ -127,7 +124,7 @@ def test_a_teacher_and_its_weight_need_each_other_and_a_softmax():
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Shards of which one image is corrupt, other shards, and a run as the teacher with its features."""
     folder = tmp_path_factory.mktemp("distillation")
     write_shards(folder / "shards", [20, 28], replace={7: {"jpg": b"no image", "txt": b"caption 7"}})
@@ -139,20 +136,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def features(
-    base: Path, *options: str, model: str = "teacher", data: str = "shards", output: str = "features"
-) -> Result:
+def features(base, *options, model="teacher", data="shards", output="features"):
     fixed = ["--data", str(base / data), "--workers", "0", "--batch-size", "7", "--device", "cpu"]
     return CliRunner().invoke(command, [str(base / model), *fixed, "--output", str(base / output), *options])
 
 
-def settings(base: Path, output: str, *more: str, stored: str = "features") -> list[str]:
+def settings(base, output, *more, stored="features"):
     return [f"output={base / output}", f"data.sources={base / 'shards'}", "samples=48", "data.corrupt_limit=0.1",
             f"model.arch={base / 'small.json'}", "optimizer.lr=1e-2", "objective.distill=0.5", "seed=1",
             f"data.teacher_features={base / stored}", *more]  # fmt: skip
 
 
-def changed(features: Path, copy: Path, *, facts: dict[str, Any] | None = None, **others: Any) -> Path:
+def changed(features, copy, *, facts=None, **others):
     """Copy features with other facts, or other values beside them, in their features.json."""
     shutil.copytree(features, copy)
     tree = json.loads((copy / "features.json").read_text()) | others
@@ -161,7 +156,7 @@ def changed(features: Path, copy: Path, *, facts: dict[str, Any] | None = None, 
     return copy
 
 
-def damage(file: Path) -> bytearray:
+def damage(file):
     """Change what a file of features holds of sample 47, which is in the second shard, and return its bytes."""
     body = bytearray(file.read_bytes())
     body[-5] ^= 1
@@ -169,7 +164,7 @@ def damage(file: Path) -> bytearray:
     return body
 
 
-def values(base: Path, run: str, key: str = "loss") -> list[float]:
+def values(base, run, key="loss"):
     return [record[key] for record in metrics(base / run, "train")]
 
 
@@ -248,12 +243,12 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base, monkeypatch
 def test_a_file_that_cannot_be_written_or_read_ends_the_command_with_its_name(base, monkeypatch):
     write = os.pwrite
 
-    def full(descriptor: int, data: bytes, offset: int) -> int:
+    def full(descriptor, data, offset):
         if offset > 2000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data, offset)
 
-    def too_large(descriptor: int, size: int) -> None:
+    def too_large(descriptor, size):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     with monkeypatch.context() as patched:
@@ -274,7 +269,7 @@ def test_a_file_that_cannot_be_written_or_read_ends_the_command_with_its_name(ba
 
 
 @pytest.fixture(scope="module")
-def other_features(base: Path) -> Path:
+def other_features(base):
     """Those of another teacher of the same architecture."""
     train_here(f"output={base / 'teacher-2'}", f"data.sources={base / 'shards'}", "samples=8", "seed=5",
                f"model.arch={base / 'small.json'}", "data.corrupt_limit=0.1")  # fmt: skip

@@ -1,7 +1,5 @@
 """Invalid ingestion settings are refused with clear messages before anything is fetched."""
 
-from __future__ import annotations
-
 import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,7 +104,7 @@ def test_wrong_tables_are_refused_with_the_remedy(tmp_path):
 
 
 def test_a_refused_start_leaves_what_somebody_has_put_into_its_new_folder(tmp_path, monkeypatch):
-    def check(*_: object, **__: object) -> None:
+    def check(*_, **__):
         (tmp_path / "out/mine").write_text("x")
         raise UserError("refused")
 
@@ -125,7 +123,7 @@ def test_unavailable_distributor_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no route\nto host"), httpx.ReadTimeout(""), RuntimeError()])
 def test_unreachable_hub_is_reported(monkeypatch, error):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -1,7 +1,5 @@
 """Response bodies that are not one complete image are recognised without decoding them."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -13,13 +11,13 @@ from tests.images import encoded, png
 from tests.web import jpeg, picture
 
 
-def reason_of(body: bytes, max_pixels: int = 10_000) -> str:
+def reason_of(body, max_pixels=10_000):
     with pytest.raises(FetchError) as caught:
         check_image(body, content_type="image/jpeg", max_pixels=max_pixels)
     return caught.value.reason
 
 
-def with_thumbnail(body: bytes) -> bytes:
+def with_thumbnail(body):
     thumbnail = jpeg(side=8)
     return body[:2] + b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 8) + b"Exif\0\0" + thumbnail + body[2:]
 

@@ -1,12 +1,9 @@
 """Evaluation sets are fetched completely or reported as failed; a local server stands in for the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pyarrow as pa
@@ -40,20 +37,20 @@ TINY = {
 }
 
 
-def tar_of(samples: range) -> bytes:
+def tar_of(samples):
     buffer = io.BytesIO()
     bodies = {"cls": b"1", "webp": b"RIFF" + bytes(400)}
     write_members(buffer, ((f"s{k:07d}.{suffix}", body) for k in samples for suffix, body in bodies.items()))
     return buffer.getvalue()
 
 
-def parquet_of(rows: int) -> bytes:
+def parquet_of(rows):
     columns = {"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}
     pq.write_table(pa.table(columns), buffer := io.BytesIO())
     return buffer.getvalue()
 
 
-def zip_of(*names: str) -> bytes:
+def zip_of(*names):
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         for name in names:
             archive.writestr(f"images/{name}.jpg", name)
@@ -79,7 +76,7 @@ FILES = {
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     monkeypatch.setattr(evaluation_sets, "HUB_SETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
@@ -119,7 +116,7 @@ def test_a_damaged_record_is_named(hub, tmp_path):
 def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub, tmp_path):
     other = ("misc/winogavil",)
 
-    def start_another(note: str) -> None:
+    def start_another(note):
         if note.startswith("cifar10"):
             fetch_evalsets(tmp_path, other)
 

@@ -1,15 +1,12 @@
 """Who may change a download's folder at once, what a killed command leaves, and that work is seen as progress."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import fcntl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import IO
 
 import pytest
 
@@ -61,7 +58,7 @@ def test_leftovers_of_killed_commands_are_removed_and_other_files_are_not(copied
     of_shards = [copied / f"shards/.00001.tar.{token}.tmp", copied / f"meta/.00001.json.{token}.tmp", folder.commit(1)]
     others, mine = copied / f"meta/.00007.json.{token}.tmp", [copied / ".mine.tmp", copied / "shards/00001.tar.new"]
 
-    def kill() -> None:
+    def kill():
         for path in (*of_folder, *of_shards, others, *mine):
             path.write_text("half")  # the damaged note leaves the published shard in effect
 
@@ -93,12 +90,12 @@ def test_workers_that_start_together_do_not_refuse_each_other(copied, monkeypatc
     """Regression test: both tried the lock that a run with another number of workers had left behind."""
     folder, flock, begin = Folder(copied), fcntl.flock, threading.Barrier(4, timeout=10)
 
-    def slow(file: IO[str], how: int) -> None:
+    def slow(file, how):
         flock(file, how)
         if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
             time.sleep(0.02)
 
-    def work(_: int) -> None:
+    def work(_):
         begin.wait()
         with shared_lock(folder, 2):
             begin.wait()

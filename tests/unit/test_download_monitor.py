@@ -1,13 +1,10 @@
 """Reactions to trouble: a collapsing success rate, dead workers, hanging engines."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +18,7 @@ from pipeline.config import parse
 from pipeline.errors import UserError
 
 
-def outcomes(samples: int, **failures: int) -> Outcomes:
+def outcomes(samples, **failures):
     return Outcomes({SUCCESS: samples, **failures})
 
 
@@ -44,14 +41,20 @@ def test_collapse_is_detected_when_a_window_is_full(monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path):
     folder = Folder(tmp_path)
     folder.make()
     return folder
 
 
-def live(folder: Folder, shard: int, *, pid: int = os.getpid(), published: bool = False, **done: int) -> Path:
-    state = {"pid": pid, "host": socket.gethostname(), "outcomes": done, "stored": 3, "is_published": published}
+def live(folder, shard, *, pid=None, published=False, **done):
+    state = {
+        "pid": pid or os.getpid(),
+        "host": socket.gethostname(),
+        "outcomes": done,
+        "stored": 3,
+        "is_published": published,
+    }
     path = folder.staging / f"{shard:05d}.live"
     path.write_text(json.dumps(state))
     return path
@@ -113,7 +116,7 @@ def test_hanging_or_dying_engine_is_restarted_and_then_given_up(folder, monkeypa
     program = f"LIVE = {str(path)!r}; STATE = {path.read_text()!r}; {body}"
     started, popen = [], subprocess.Popen
 
-    def stand_in(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+    def stand_in(command, **options):
         started.append(command)
         return popen([sys.executable, "-c", program], **options)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,34 +22,34 @@ from tests.downloads import download_config
 from tests.pair_files import write_files
 
 
-def rows_of(source: SourceConfig, skipped: list[int] | None = None) -> list[dict[str, Any]]:
+def rows_of(source, skipped=None):
     on_skipped = (skipped if skipped is not None else []).append
     return [row for batch in read(source, on_skipped=on_skipped) for row in batch.to_pylist()]
 
 
-def url(k: int) -> str:
+def url(k):
     return f"http://example.org/{k}.jpg"
 
 
-def columns(count: int, **more: Any) -> dict[str, Any]:
+def columns(count, **more):
     return {"url": [url(k) for k in range(count)], "caption": [f"a cat {k}" for k in range(count)], **more}
 
 
-def parquet(content: Any, **options: Any) -> bytes:
+def parquet(content, **options):
     buffer = io.BytesIO()
     pq.write_table(content if isinstance(content, pa.Table) else pa.table(content), buffer, **options)
     return buffer.getvalue()
 
 
-def tree(value: object) -> bytes:
+def tree(value):
     return json.dumps(value).encode()
 
 
-def jsonl(*rows: Mapping[str, Any]) -> bytes:
+def jsonl(*rows):
     return b"".join(tree(row) + b"\n" for row in rows)
 
 
-def separated(mark: str, *rows: Any) -> bytes:
+def separated(mark, *rows):
     return "".join(mark.join(row) + "\n" for row in rows).encode()
 
 
@@ -192,7 +190,7 @@ def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path):
     assert sum(skipped) == 1
 
 
-def unclosed(where: str, closed_by: int | None) -> bytes:
+def unclosed(where, closed_by):
     names = ["ignored", "caption", "url"]
     rows = [{"ignored": "x", "caption": f"a cat {k}", "url": url(k)} for k in range(60)]
     rows[8][where] = '"' + rows[8][where]
@@ -258,7 +256,7 @@ def test_the_error_names_the_table(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words):
             _ = count_known(source), rows_of(source)
 
-    def refuse(path: Path, **options: object) -> None:
+    def refuse(path, **options):
         raise PermissionError(13, "Failed to open local file")  # as pyarrow does; root may read everything
 
     monkeypatch.setattr(pq, "ParquetFile", refuse)

@@ -1,7 +1,5 @@
 """Every shipped recipe parses, and every cluster template has a dry run and runs valid commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,16 +1,12 @@
 """Equal pairs are not each other's negatives: every method equals its masked formula, and runs mask what they read."""
 
-from __future__ import annotations
-
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from torch import Tensor
 
 from jobs.plan import command as plan
 from pipeline.errors import UserError
@@ -29,13 +25,13 @@ KEYS = torch.tensor([[0, 7, 1, 2, 0, 3, 4, 5, 6, 8, 9, 2], [0, 1, 2, 3, 4, 5, 2,
 EQUAL = (KEYS[:, None] == KEYS[None]).any(2) & ~torch.eye(BATCH, dtype=torch.bool)
 
 
-def make(name: str, **settings: Any) -> Any:
+def make(name, **settings):
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     own |= {"ratio_cap": 0, "stop_gradient": True} if name in ("neuclip", "neuclip_literal") else {}
     return build_objective({"name": name, "mask_equal": True, **own, **settings}, context=context(BATCH))
 
 
-def written(objective: Any, image: Tensor, text: Tensor, tau: tuple[Tensor, Tensor]) -> Tensor:
+def written(objective, image, text, tau):
     """The loss of a first step as the papers write it, with masked normalizers."""
     name, c, s = objective.config.name, objective.config, (image * text).sum(1)
     if name == "siglip":
@@ -130,7 +126,7 @@ def test_keys_and_the_setting_need_each_other():
 
 
 class Own(AutogradObjective):
-    def batch_loss(self, image: Tensor, text: Tensor, *, tau: Tensor) -> Tensor:
+    def batch_loss(self, image, text, *, tau):
         return -(image * text).sum(1).mean() / tau
 
 

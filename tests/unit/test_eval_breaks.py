@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
@@ -53,12 +53,12 @@ class Whole(NamedTuple):
     keys: set[str]
 
 
-def evaluate(checkpoint: Path, suite: Path, output: Path) -> Result:
+def evaluate(checkpoint, suite, output):
     arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu"]
     return CliRunner().invoke(command, [*arguments, "workers=0", "micro_batch=16"], standalone_mode=False)
 
 
-def write_tasks(root: Path, *, flickr: str = "parquet", coco: str = "webdataset", samples: int = SAMPLES) -> Path:
+def write_tasks(root, *, flickr="parquet", coco="webdataset", samples=SAMPLES):
     """Write the tasks that are damaged."""
     for key in (V2, FMOW):
         write_classification(root, TASKS[key], samples=samples)
@@ -69,7 +69,7 @@ def write_tasks(root: Path, *, flickr: str = "parquet", coco: str = "webdataset"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(tmp_path_factory):
     """Every aggregate of the damaged tasks is complete, except the average of all 38."""
     root = tmp_path_factory.mktemp("whole")
     checkpoint, suite, results = save_checkpoint(root / "step-00000001", 0), root / "suite", root / "results"
@@ -116,7 +116,7 @@ def test_pages_and_row_groups_of_parquet_that_are_not_what_is_stated_are_refused
         open_task(Entry(task, tmp_path))
 
 
-def check_scores(done: Result, results: Path, broken: set[str], keys: set[str]) -> None:
+def check_scores(done, results, broken, keys):
     """The broken tasks have no score, the others keep theirs, and no aggregate over the broken ones is complete."""
     assert (done.exception, done.return_value) == (None, 1)
     summary = json.loads((results / "summary.json").read_text())
@@ -210,7 +210,7 @@ def test_partial_or_ambiguous_cache_is_refused(tmp_path):
         open_task(open_suite(tmp_path).entries[0])
 
 
-def mutated(body: bytes, rng: random.Random) -> bytes:
+def mutated(body, rng):
     """Overwrite, zero, flip, cut, repeat or remove a part."""
     start = rng.randrange(max(1, len(body)))
     end = min(len(body), start + rng.choice((1, 2, 8, 64, 512, 4096)))
@@ -220,7 +220,7 @@ def mutated(body: bytes, rng: random.Random) -> bytes:
     return before + rng.choice((*changes, b"", part + body[start:], after))
 
 
-def read_all(suite: Path) -> dict[str, object]:
+def read_all(suite):
     """What every task holds after reading all of it, or its error."""
     contents: dict[str, object] = {}
     for entry in open_suite(suite).entries:

@@ -1,7 +1,5 @@
 """Results are bit-identical for any batch size, workers, threads and other checkpoints; failures are reported."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import Tensor
 
 from jobs.evaluate import command
 from pipeline.errors import UserError
@@ -64,7 +61,7 @@ def test_unchanged_results_are_not_recomputed_also_after_a_crash(model, suite, t
 
 def test_non_finite_features_fail_only_their_checkpoint(model, suite, expected, tmp_path):
     class Broken(EvaluationModel):
-        def encode_image(self, image: Tensor) -> Tensor:
+        def encode_image(self, image):
             features = super().encode_image(image)
             features[3, 0] = torch.nan
             return features

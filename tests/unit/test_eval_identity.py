@@ -1,12 +1,8 @@
 """A stored score is used only for what it was scored on and with; what is replaced meanwhile is noticed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, code_version
 from pipeline.evaluation.run import images
 from pipeline.files import read_tree
-from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
 from pipeline.versions import version_of
 from tests.checkpoints import contents, scored
@@ -27,7 +22,7 @@ from tests.own_tasks import write_class_folders
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     root = tmp_path_factory.mktemp("suite")
     for key in ("cifar10", "mnist", "stl10"):
         write_classification(root, TASKS[key], samples=20)
@@ -37,7 +32,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_copy_of_the_repository_that_is_not_installed_can_evaluate(monkeypatch):
     """Regression test: on a GPU machine whose PYTHONPATH named the folder, every evaluation was "probably a bug"."""
 
-    def absent(package: str) -> str:
+    def absent(package):
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(metadata, "version", absent)
@@ -63,7 +58,7 @@ def test_the_codes_digest_covers_every_module_that_an_evaluation_imports(tmp_pat
         path.write_bytes(body)
 
 
-def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **settings: Any) -> dict[str, Any]:
+def evaluated(model, suite, output, *keys, **settings):
     """Evaluate some tasks and return the summary."""
     scored(model, open_suite(suite, tasks=keys), output, **settings)
     return read_tree(output / "summary.json")
@@ -122,7 +117,7 @@ def test_data_replaced_during_an_evaluation_gets_no_score(model, suite, tmp_path
     shutil.copytree(suite, tmp_path / "suite")
     tar, decode = tmp_path / "suite/wds_cifar10_test/test/1.tar", images.decode
 
-    def replace_and_decode(blob: bytes, **options: Any) -> Any:
+    def replace_and_decode(blob, **options):
         body = bytearray(tar.read_bytes())
         body[2048] ^= 255
         tar.write_bytes(body[: len(body) // 2] + bytes(len(body) // 2) if how == "broken" else body)

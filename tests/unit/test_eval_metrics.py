@@ -1,7 +1,5 @@
 """Metrics as pure functions, against scikit-learn and brute force."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from pipeline.evaluation.run.results import TaskResult, aggregate, describe
 from tests.launch import python
 
 
-def score(key: str, value: float) -> TaskResult:
+def score(key, value):
     """A minimal result; only the key and the score matter."""
     facts = {"task": key, "name": key, "protocol": "classification", "main_metric": "acc1", "samples": 1}
     return TaskResult(**facts, score=value, metrics={}, chance=None, official=True, inputs={})
@@ -79,7 +77,7 @@ def test_worst_group_ignores_empty_groups(key, expected):
     assert classification.metrics(task, found, classes=10)[task.main_metric] == expected
 
 
-def brute_force_recall(images: torch.Tensor, captions: torch.Tensor, owner: np.ndarray, k: int) -> tuple[float, float]:
+def brute_force_recall(images, captions, owner, k):
     scores = (captions @ images.T).numpy()
     by_text = [owner[i] in np.argsort(-row, kind="stable")[:k] for i, row in enumerate(scores)]
     by_image = [i in owner[np.argsort(-column, kind="stable")[:k]] for i, column in enumerate(scores.T)]

@@ -1,7 +1,5 @@
 """What an evaluation writes: the lock, the summary, other tools' formats, and messages."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -60,7 +58,7 @@ def test_summary_covers_one_suite_and_one_configuration(model, tmp_path):
         write_classification(suite, TASKS[key], samples=8)
     part = open_suite(suite, tasks=[shifts[0]])
 
-    def summary() -> dict[str, Any]:
+    def summary():
         return read_tree(output / "summary.json")
 
     whole = scored(model, suite, output)
@@ -141,7 +139,7 @@ def test_failure_messages_are_clear_and_contain_no_addresses(model, suite, tmp_p
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_disk(monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/summary.json")
     monkeypatch.setattr("pipeline.evaluation.run.results.write_text", Mock(side_effect=error))
 

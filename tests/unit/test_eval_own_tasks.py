@@ -3,8 +3,6 @@
 What would be lost, shifted or counted twice is refused with the file, the row and the reason.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Every layout of evaluation data yields the same data, and suites and their tasks are found."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Exports of `neuclip export`, loaded by open_clip and onnxruntime, match the trained model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import pytest
@@ -36,11 +33,11 @@ SCALE, BIAS = 3.25, -7.5
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("export") / "run", bias=None)
 
 
-def write_run(folder: Path, *, bias: float | None, arch: str | None = None, tokenizer: str | None = None) -> Path:
+def write_run(folder, *, bias, arch=None, tokenizer=None):
     """Write a run folder with one checkpoint and one score; a tiny architecture is beside it."""
     arch = arch or write_tiny(folder.parent)
     name = "neuclip" if bias is None else "siglip"
@@ -63,7 +60,7 @@ def write_run(folder: Path, *, bias: float | None, arch: str | None = None, toke
     return folder
 
 
-def exported(source: Path, output: Path, *options: str) -> str:
+def exported(source, output, *options):
     result = CliRunner().invoke(command, [str(source), "--output", str(output), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -167,7 +164,7 @@ def test_an_export_touches_nothing_of_others_and_two_do_not_mix(run, tmp_path, m
     (tmp_path / ".out.partial").symlink_to(foreign)
     original = exporter._check_open_clip
 
-    def meanwhile(folder: Path, *arguments: Any, **options: Any) -> float:
+    def meanwhile(folder, *arguments, **options):
         output.mkdir(exist_ok=True)
         (output / "of another").touch()
         return original(folder, *arguments, **options)
@@ -197,7 +194,7 @@ def test_a_terminated_export_leaves_nothing(run, tmp_path):
 def test_a_signal_whose_exception_is_replaced_or_swallowed_stops_an_export(run, tmp_path, monkeypatch, swallowed):
     """Regression test: while weights were written, a SystemExit became this TypeError: "a bug", exit code 70."""
 
-    def signalled(*_: Any, **__: Any) -> float:
+    def signalled(*_, **__):
         try:
             signal.raise_signal(signal.SIGTERM)
         except SystemExit as error:

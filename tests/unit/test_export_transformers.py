@@ -1,11 +1,8 @@
 """Exports to CLIPModel of transformers with matching features, uploads to the hub, and printed code that runs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -28,11 +25,11 @@ TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("transformers") / "run", bias=None)
 
 
-def snippet(output: Path) -> str:
+def snippet(output):
     """Run the card's first code block in the export folder and return what it prints."""
     code = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
     printed = io.StringIO()
@@ -92,7 +89,7 @@ def test_open_clips_card_describes_the_run_runs_and_has_each_tag_once(run, tmp_p
 
 
 @register_model
-def vit_small_for_siglip_tests(pretrained: bool = False, **kwargs: Any) -> Any:
+def vit_small_for_siglip_tests(pretrained=False, **kwargs):
     """A small image tower of SigLIP's kind."""
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
     arguments = {**sizes, "class_token": False, **kwargs}

@@ -1,18 +1,14 @@
 """Files of stored features: plain numpy files in which damaged or missing records are noticed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pipeline.data.loading.stored_features import FeatureFile
 from pipeline.errors import UserError
@@ -20,13 +16,13 @@ from pipeline.errors import UserError
 DIM, N = 6, 40
 
 
-def make(folder: Path, dtype: str = "<f4") -> FeatureFile:
+def make(folder, dtype="<f4"):
     file = FeatureFile(folder / "below" / "features.npy", samples=N, dim=DIM, dtype=dtype)
     file.create()
     return file
 
 
-def values(ids: range | list[int]) -> Tensor:
+def values(ids):
     return torch.stack([torch.randn(DIM, generator=torch.Generator().manual_seed(i)) for i in ids])
 
 
@@ -61,7 +57,7 @@ def test_every_damage_of_a_record_is_noticed(tmp_path):
     assert all(store.read(i) for i in range(N))
 
 
-def fill(file: FeatureFile, first: int) -> None:
+def fill(file, first):
     file.create()
     ids = range(first, N, 2)
     file.write(ids, values(ids))
@@ -102,7 +98,7 @@ def test_too_little_space_foreign_files_and_failing_disks_are_reported(tmp_path,
     monkeypatch.undo()
     store = make(tmp_path)
 
-    def fails(*_: int) -> bytes:
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pread", fails)

@@ -1,7 +1,5 @@
 """Files are replaced atomically."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -41,7 +39,7 @@ def test_a_file_is_created_with_its_folders_and_replaced(tmp_path):
 def test_error_leaves_only_the_old_file(tmp_path):
     path = write_text(tmp_path / "a", "old")
 
-    def fail_half_way() -> None:
+    def fail_half_way():
         with replacing(path) as temporary:
             temporary.write_text("half")
             assert path.read_text() == "old"
@@ -87,7 +85,7 @@ def test_durable_files_are_flushed_before_they_are_renamed(tmp_path, monkeypatch
     flushed = []
     fsync = os.fsync
 
-    def record(descriptor: int) -> None:
+    def record(descriptor):
         flushed.append((os.fstat(descriptor).st_size, (tmp_path / "a").exists()))
         fsync(descriptor)
 

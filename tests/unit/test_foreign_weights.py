@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from jobs.export import command as export
 from pipeline.errors import UserError
-from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.foreign_weights import for_open_clip, stored_description
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.towers import check_model as check_towers
@@ -38,14 +37,14 @@ FORMS: dict[str, Callable[[State], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, State]:
+def tiny(tmp_path_factory):
     arch = write_tiny(tmp_path_factory.mktemp("arch"), name="tiny-foreign.json")
     clip = build_towers(ModelConfig(arch=arch), seed=3)[0].clip
     state = {name: value.detach().clone() for name, value in clip.state_dict().items()}
     return arch, {**state, "logit_scale": torch.tensor(2.5)}
 
 
-def features(model: EvaluationModel) -> tuple[Tensor, Tensor]:
+def features(model):
     side = model.image_size
     image = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     return model.encode_image(image), model.encode_text(model.tokenize(["a dog", "two red squares on a table"]))
@@ -64,7 +63,7 @@ def test_weights_in_the_form_of_a_trainer_give_the_same_features(tiny, tmp_path)
 
 
 class Program(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + 1
 
 
@@ -90,7 +89,7 @@ def test_what_is_no_state_dict_is_named(tiny, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def transformers_folder(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -152,7 +151,7 @@ def test_an_architecture_with_a_folder_is_that_folder(tiny, tmp_path):
         load_for_evaluation(f"ViT-B-32:{tmp_path}")
 
 
-def write_folder(folder: Path, tiny: tuple[str, State]) -> Path:
+def write_folder(folder, tiny):
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": {}}))
     torch.save(tiny[1], folder / "open_clip_pytorch_model.bin")
     return folder

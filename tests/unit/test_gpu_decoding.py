@@ -3,12 +3,8 @@
 torchvision decodes on the CPU here where it would use nvJPEG; nvJPEG itself has not run.
 """
 
-from __future__ import annotations
-
 import io
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +16,6 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.loading import decode, gpu_decode, loader
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.gpu_decode import decode_on_gpu
-from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.position import pixel_identity
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.distributed.world import World
@@ -37,18 +32,18 @@ FAST = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6)
 ON_GPU = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6, gpu="a GPU")
 
 
-def encoded(format: str = "JPEG", *, mode: str = "RGB", size: tuple[int, int] = (90, 70), **options: Any) -> bytes:
+def encoded(format="JPEG", *, mode="RGB", size=(90, 70), **options):
     return images.encoded(Image.open(io.BytesIO(jpeg(5, size=size))).convert(mode), format, **options)
 
 
-def patched(offset: int, value: int, **options: Any) -> bytes:
+def patched(offset, value, **options):
     """A JPEG with another byte in its frame header: 4 is the precision, 11 the sampling of the luma."""
     data = bytearray(encoded(**options))
     data[data.index(b"\xff\xc0") + offset] = value
     return bytes(data)
 
 
-def lettering() -> bytes:
+def lettering():
     """A JPEG of high contrast, where resizing overshoots."""
     image = Image.new("RGB", (128, 96), "white")
     draw = ImageDraw.Draw(image)
@@ -57,7 +52,7 @@ def lettering() -> bytes:
     return images.encoded(image, "JPEG", quality=90)
 
 
-def pixels_end_early() -> bytes:
+def pixels_end_early():
     """A JPEG with an end marker, whose entropy-coded data end before its pixels."""
     data = encoded(size=(200, 200))
     return data[: len(data) // 2] + b"\xff\xd9"
@@ -109,11 +104,11 @@ def test_pixels_are_those_of_the_worker_but_for_rounding(chunk, monkeypatch):
         assert (found[i].int() - FAST(data, state=i).int()).abs().max() <= 2
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def refuse(monkeypatch, data):
     """Make the GPU's decoder fail at one image, and at every list that has it."""
     whole = torchvision.io.decode_jpeg
 
-    def picky(files: Any, **options: Any) -> Any:
+    def picky(files, **options):
         if any(bytes(file.numpy()) == data for file in (files if isinstance(files, list) else [files])):
             raise RuntimeError("nvjpegDecode failed: 7\nstack")
         return whole(files, **options)
@@ -138,7 +133,7 @@ def test_what_the_gpu_refuses_is_decoded_on_the_cpu(monkeypatch, caplog):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """48 samples; of each six, one is a PNG, one progressive, and one grey."""
     other = {0: encoded("PNG"), 1: encoded(progressive=True), 2: encoded(mode="L")}
     replaced = {
@@ -150,18 +145,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "sh"
 
 
-def opened(folder: Path, decoding: str, **settings: Any) -> Loader:
+def opened(folder, decoding, **settings):
     options = {"streams": 4, "shuffle_buffer": 5, "crop": {"scale": [0.5, 1.0]}, **settings}
     return open_loader(folder, image_size=SIZE, decoding=decoding, **options)
 
 
-def batches(source: Loader, count: int = 7) -> list[Batch]:
+def batches(source, count=7):
     with source:
         return [next(source) for _ in range(count)]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     monkeypatch.setattr(loader, "gpu_that_decodes", lambda world: "a GPU")
 
 
@@ -210,7 +205,7 @@ def test_a_gpu_without_nvjpeg_is_named(monkeypatch, caplog):
     name = gpu_decode.gpu_that_decodes(world)
     assert name == f"NVIDIA H100, CUDA {torch.version.cuda}, torchvision {torchvision.__version__.partition('+')[0]}"
 
-    def missing(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def missing(data, device):
         raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nmore")
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)

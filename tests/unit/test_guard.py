@@ -1,11 +1,8 @@
 """The guard refuses what its settings forbid, in direct requests and after redirects."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import itertools
 import socket
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -51,7 +48,7 @@ def test_a_name_is_resolved_once_and_only_its_permitted_addresses_are_used(site,
     port, asked = int(site.base.rpartition(":")[2]), []
     url = site.image("/a", jpeg()).replace("127.0.0.1", "rebinding.example")
 
-    def resolve(host: str, *_: object) -> list[tuple]:
+    def resolve(host, *_):
         asked.append(host)
         family = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
         return [(*family, (address, port)) for address in ("127.0.0.2", *(["127.0.0.1"] if len(asked) == 1 else []))]
@@ -96,7 +93,7 @@ def test_redirects_are_followed_and_bounded(site, monkeypatch):
 
 
 def test_opt_out_is_detected_before_the_body_is_read(site):
-    def noai(handler: BaseHTTPRequestHandler) -> None:
+    def noai(handler):
         handler.send_response(200)
         handler.send_header("X-Robots-Tag", "noai")
         handler.send_header("Content-Length", "100000000")

@@ -1,14 +1,11 @@
 """The guard's limits: bytes, pixels, seconds, connections, and pauses between requests."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
 from multiprocessing.pool import ThreadPool
 
 import pytest
@@ -23,7 +20,7 @@ from tests.web import jpeg, send
 def test_the_body_of_a_redirect_is_not_read(site):
     sent = []
 
-    def endless(handler: BaseHTTPRequestHandler) -> None:
+    def endless(handler):
         handler.send_response(302)
         handler.send_header("Location", site.base + "/image")
         handler.end_headers()
@@ -45,7 +42,7 @@ def test_sizes_are_bounded(site):
     assert refusal(opener(max_pixels=64 * 64 - 1), url) == reasons.TOO_MANY_PIXELS
     assert opener(max_bytes=len(body), max_pixels=64 * 64).open(url).read() == body
 
-    def unannounced(handler: BaseHTTPRequestHandler) -> None:
+    def unannounced(handler):
         handler.send_response(200)
         handler.end_headers()
         handler.wfile.write(body)
@@ -54,36 +51,36 @@ def test_sizes_are_bounded(site):
     assert refusal(opener(max_bytes=len(body) - 1), site.base + "/b") == reasons.TOO_MANY_BYTES
 
 
-def begins(handler: BaseHTTPRequestHandler, **headers: str) -> None:
+def begins(handler, **headers):
     handler.send_response(200)
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
 
 
-def drip(handler: BaseHTTPRequestHandler, piece: bytes) -> None:
+def drip(handler, piece):
     for _ in range(100):
         handler.wfile.write(piece)
         time.sleep(0.05)
 
 
-def in_headers(handler: BaseHTTPRequestHandler) -> None:
+def in_headers(handler):
     handler.wfile.write(b"HTTP/1.0 200 OK\r\nX-Long: ")
     drip(handler, b"x")
 
 
-def in_body(handler: BaseHTTPRequestHandler) -> None:
+def in_body(handler):
     begins(handler)
     drip(handler, b"\xff")
 
 
-def behind_a_whole_image(handler: BaseHTTPRequestHandler) -> None:
+def behind_a_whole_image(handler):
     begins(handler)
     handler.wfile.write(jpeg())
     time.sleep(1)
 
 
-def in_redirects(handler: BaseHTTPRequestHandler) -> None:
+def in_redirects(handler):
     time.sleep(0.2)
     send(handler, 302, b"", Location=f"{handler.path}x")
 
@@ -104,17 +101,17 @@ def test_slow_answers_time_out(site):
     assert len(site.agents) < 10, "not all twenty redirects may be followed"
 
 
-def chunked(handler: BaseHTTPRequestHandler) -> None:
+def chunked(handler):
     begins(handler, Content_Length="100000000", Transfer_Encoding="chunked")
     handler.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(jpeg()), jpeg()))
 
 
-def of_an_odd_length(handler: BaseHTTPRequestHandler) -> None:
+def of_an_odd_length(handler):
     begins(handler, Content_Length="\u00b2")
     handler.wfile.write(jpeg())
 
 
-def with_interim_answers(handler: BaseHTTPRequestHandler) -> None:
+def with_interim_answers(handler):
     for status in (b"100 Continue", b"102 Processing", b"103 Early Hints"):
         handler.wfile.write(b"HTTP/1.1 " + status + b"\r\nLink: </style.css>; rel=preload\r\n\r\n")
     send(handler, 404 if handler.path == "/gone" else 200, jpeg())
@@ -135,7 +132,7 @@ def test_endless_tls_handshake_times_out():
     """The server sends a long TLS record byte by byte, so that no single read times out."""
     ended = threading.Event()
 
-    def drip(listener: socket.socket) -> None:
+    def drip(listener):
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             connection.sendall(b"\x16\x03\x03\x40\x00")

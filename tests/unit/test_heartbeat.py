@@ -1,13 +1,9 @@
 """Rank heartbeats: a rank that hangs, has failed or is gone is noticed by all others, and named."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,18 +21,18 @@ BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, second
 LATE = replace(BEAT, rank=1, phase="data", marks=38, seconds=90.0)
 
 
-def heartbeat(folder: Path, *, size: int = 2) -> Heartbeat:
+def heartbeat(folder, *, size=2):
     """That of rank 0, which has not begun to watch: ranks are dead after 9 looks."""
     world = World(size=size, phases=Phases(torch.device("cpu")))
     return Heartbeat(folder, world=world, lost_after=45.0, limit=60.0)
 
 
-def beat(folder: Path, rank: int, number: int = 1, *, seconds: float = 0.0) -> None:
+def beat(folder, rank, number=1, *, seconds=0.0):
     text = json.dumps(asdict(replace(BEAT, rank=rank, number=number, seconds=seconds)))
     (folder / f"rank-{rank:05d}.json").write_text(text)
 
 
-def end(folder: Path, rank: int, code: int, *, reason: str = "") -> None:
+def end(folder, rank, code, *, reason=""):
     text = json.dumps(asdict(ExitRecord(rank, f"node{rank}", 7, 1.0, code, reason)))
     (folder / f"exit-{rank:05d}.json").write_text(text)
 
@@ -118,7 +114,7 @@ def test_the_end_of_another_rank_counts_from_the_second_look_on(code, counts, tm
     assert (heart._lost(), heart._lost()) == ("", "the first cause")
 
 
-def first_found(heart: Heartbeat, before: Callable[[int], object] = lambda look: None, *, blind: bool = False) -> str:
+def first_found(heart, before=lambda look: None, *, blind=False):
     """The number of the first of 30 looks that finds something, and what it finds; empty if none does."""
     for look in range(30):
         before(look)
@@ -155,12 +151,7 @@ SAID = {"error": "a shard is damaged", "abort": "SIGABRT; the stacks are in", "k
 
 @pytest.mark.parametrize(
     ("place", "ranks", "how", "victim"),
-    [
-        ("step", 2, "abort", 1),
-        ("step", 3, "frozen", 0),
-        ("start", 3, "error", 0),
-        ("start", 2, "killed", 1),
-    ],
+    [("step", 2, "abort", 1), ("step", 3, "frozen", 0), ("start", 3, "error", 0), ("start", 2, "killed", 1)],
 )
 def test_all_ranks_end_when_one_is_lost(place, ranks, how, victim, tmp_path):
     """Regression test: they waited in NCCL until its time limit."""

@@ -1,10 +1,7 @@
 """Stored images are upright, 8-bit and blended onto white; ordinary images get the same bytes as from img2dataset."""
 
-from __future__ import annotations
-
 import io
 import struct
-from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -26,12 +23,12 @@ from tests.images import encoded, png, see_through, sixteen_bits
 PIXELS = 10_000_000
 
 
-def photograph(width: int = 80, height: int = 60) -> Image.Image:
+def photograph(width=80, height=60):
     small = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
 
 
-def stored(body: bytes, **image: object) -> np.ndarray:
+def stored(body, **image):
     """Return the stored pixels as RGB, encoded losslessly and without resizing."""
     settings = {"resize_mode": "no", "encode_format": "png", "encode_quality": 1, **image}
     body, *sizes, error = ImageConverter(ImageConfig(**settings), max_pixels=PIXELS)(io.BytesIO(body))
@@ -41,7 +38,7 @@ def stored(body: bytes, **image: object) -> np.ndarray:
     return array
 
 
-def seen(image: Image.Image) -> np.ndarray:
+def seen(image):
     """Return the image as it appears on a white page."""
     page = Image.new("RGBA", image.size, "white")
     page.alpha_composite(ImageOps.exif_transpose(image).convert("RGBA"))
@@ -65,7 +62,7 @@ def test_damaged_images_are_judged_as_by_pairs(kind):
     """Regression test: `neuclip pairs` took damaged GIF, PNG and AVIF that `neuclip download` refused."""
     whole, draw = encoded(photograph(), kind), np.random.default_rng(0)
 
-    def judged(how: Callable[[bytes], object], body: bytes) -> bool:
+    def judged(how, body):
         try:
             check_image(body, content_type="", max_pixels=PIXELS)
             how(body)

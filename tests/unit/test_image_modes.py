@@ -1,11 +1,8 @@
 """Palettes, transparency, CMYK and odd depths: everything that reads a pair's image gets the pixels of training."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,13 +37,13 @@ FIXED = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
 STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def picture() -> Image.Image:
+def picture():
     """A smooth RGBA picture with every degree of transparency."""
     coarse = np.random.default_rng(0).integers(0, 256, (5, 5, 4), dtype=np.uint8)
     return Image.fromarray(coarse, "RGBA").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def images() -> dict[str, bytes]:
+def images():
     rgba = picture()
     rgb, palette = rgba.convert("RGB"), rgba.convert("RGB").quantize(200)
     deep = np.asarray(rgb.convert("L")).astype(np.uint16) * 257
@@ -68,7 +65,7 @@ def images() -> dict[str, bytes]:
 IMAGES = images()
 
 
-def expected(name: str) -> np.ndarray:
+def expected(name):
     """Pillow's RGB, without transparency; 16 bits scaled to 8."""
     image = Image.open(io.BytesIO(IMAGES[name]))
     if name == "16 bits":
@@ -76,7 +73,7 @@ def expected(name: str) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def expected_on_white(name: str) -> np.ndarray:
+def expected_on_white(name):
     if "RGBA" not in name and "LA" not in name and "transparen" not in name:
         return expected(name)
     rgba = np.asarray(Image.open(io.BytesIO(IMAGES[name])).convert("RGBA")).astype(float)
@@ -148,7 +145,7 @@ def test_what_model_cards_advise_gives_the_pixels_of_training(name):
     scale = 255 * torch.tensor(STD)[:, None, None]
     right = preprocess(rgb_image(IMAGES[name]))
 
-    def error(tensor: Any) -> float:
+    def error(tensor):
         return float(((torch.as_tensor(np.asarray(tensor)) - right) * scale).abs().max())
 
     image = Image.open(io.BytesIO(IMAGES[name])).convert("RGBA")

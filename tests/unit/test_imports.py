@@ -1,9 +1,6 @@
 """Import rules of the architecture: what each folder may import, checked against the source of every module."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,16 +56,12 @@ SHARED = {
 
 # Libraries that only these modules or folders import.
 ONLY_IMPORTERS = {
-    "torch.distributed": {
-        "pipeline.distributed.world",
-        "pipeline.distributed.start",
-        "pipeline.distributed.processes",
-    },
+    "torch.distributed": {"pipeline.distributed.world", "pipeline.distributed.start", "pipeline.distributed.processes"},
     "deepspeed": {"pipeline.engine"},
 }
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -76,7 +69,7 @@ def name_of(path: Path) -> str:
 NAMES = frozenset(name_of(path) for path in MODULES)
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path):
     """Return the full name of everything a module imports, anywhere in the file; for our packages, modules only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -90,11 +83,11 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def below(name: str, prefix: str) -> bool:
+def below(name, prefix):
     return name == prefix or name.startswith(prefix + ".")
 
 
-def may_import(name: str, other: str) -> bool:
+def may_import(name, other):
     """Whether module `name` may import module `other`; both are ours and in different folders."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
@@ -112,7 +105,7 @@ def may_import(name: str, other: str) -> bool:
     return other_folder == folder or other_folder in BASE or other_folder in PIPELINE.get(folder, ())
 
 
-def broken_rules(name: str, imports: set[str]) -> Iterator[str]:
+def broken_rules(name, imports):
     """Yield what is wrong with the imports of a module."""
     ours = {i for i in imports if i.partition(".")[0] in (*PACKAGES, "tests")}
     yield from (f"{name} must not import {other}" for other in sorted(ours) if not may_import(name, other))

@@ -1,7 +1,5 @@
 """`neuclip manifest` indexes shards written by other tools (here: webdataset's own writer) for training."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -12,7 +10,6 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -35,7 +32,7 @@ from tests.web import jpeg
 TYPES = ("jpg", "txt")
 
 
-def write(path: Path, samples: list[dict[str, Any]]) -> Path:
+def write(path, samples):
     path.parent.mkdir(parents=True, exist_ok=True)
     with webdataset.TarWriter(str(path)) as writer:
         for number, sample in enumerate(samples):
@@ -43,12 +40,12 @@ def write(path: Path, samples: list[dict[str, Any]]) -> Path:
     return path
 
 
-def good(number: int) -> dict[str, Any]:
+def good(number):
     return {"jpg": jpeg(side=20 + number), "txt": f"picture {number}", "json": {"width": 20}}
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     """Two folders of shards; two of the seven samples cannot be trained on."""
     write(tmp_path / "a" / "00000.tar", [good(0), good(1), {"txt": "no picture"}, good(3)])
     write(tmp_path / "b" / "00000.tar", [good(4), {"jpg": jpeg(side=25), "txt": b"\xff\xfe"}, good(6)])
@@ -80,7 +77,7 @@ def test_training_reads_exactly_the_indexed_samples(shards):
 
 
 def test_an_interrupted_scan_continues_where_it_stopped(shards):
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -232,7 +229,7 @@ def test_captions_in_json_are_not_reported_as_damage(tmp_path):
 def test_unreadable_shards_are_never_skipped(shards, monkeypatch):
     whole = make_manifest.open_shard
 
-    def reset(url: str) -> Any:
+    def reset(url):
         if url.endswith("b/00000.tar"):
             raise ConnectionError("reset by peer")
         return whole(url)
@@ -252,21 +249,21 @@ def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards, monkeypa
     begun, whole = threading.Event(), make_manifest.open_shard
 
     class Endless(io.RawIOBase):
-        def readable(self) -> bool:
+        def readable(self):
             return True
 
-        def readinto(self, buffer: Any) -> int:
+        def readinto(self, buffer):
             begun.set()
             time.sleep(0.01)
             return len(buffer)
 
-    def opened(url: str) -> Any:
+    def opened(url):
         if "/a/" in url:
             return nullcontext(io.BufferedReader(Endless(), 1 << 20))
         assert begun.wait(30)
         return whole(url)
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(done, total):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(make_manifest, "open_shard", opened)

@@ -1,8 +1,6 @@
 """The page of a data set: what it shows of each origin, and in a browser, accessible and as narrow as a phone."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -29,7 +27,7 @@ from tests.pair_files import make, write_csv, write_images
 from tests.web import jpeg
 
 
-def page_of(folder: Path, *options: str) -> str:
+def page_of(folder, *options):
     result = CliRunner().invoke(command, [str(folder), *options], catch_exceptions=False, standalone_mode=False)
     return Path(result.output.strip()).read_text()
 

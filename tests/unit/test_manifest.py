@@ -1,7 +1,5 @@
 """Manifests: what is written is read, and what is none is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -13,7 +11,7 @@ from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.errors import UserError
 
 
-def rows(sizes: list[int], name: str = "a") -> list[tuple[str, int, int, str]]:
+def rows(sizes, name="a"):
     return [(f"{name}/{i:03d}é.tar", size, 100 * size, f"{i:064x}") for i, size in enumerate(sizes)]
 
 

@@ -1,7 +1,5 @@
 """The copy of a run's checkpoints in other storage; tested in memory and in a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ OTHER = "0123456789abcdef"
 MOMENTS = "moments.safetensors"
 
 
-def change_meta(mirror: Mirror, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+def change_meta(mirror, step, change):
     """Change a mirror's checkpoint.json, with a digest that fits, as somebody who can write there could."""
     meta = json.loads(mirror.read(f"{name_of(step)}/{META_NAME}"))
     change(meta)
@@ -74,7 +71,7 @@ def test_what_is_damaged_or_half_uploaded_is_never_taken_for_whole(tmp_path, url
     write(run, towers, [1], mirror=url)
     original, size, files = Mirror._make_folder, type(mirror._files).size, list[str]()
 
-    def dies(mirror: Mirror, path: str) -> None:
+    def dies(mirror, path):
         files.append(path)
         if len(files) == 4:
             raise ConnectionError("the network is gone")
@@ -183,7 +180,7 @@ def test_a_mirror_cannot_name_what_is_outside_the_run(tmp_path, towers):
 
 
 @pytest.fixture
-def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def released(monkeypatch):
     """Uploads wait until it is set."""
     event, upload = threading.Event(), Mirror.upload
     monkeypatch.setattr(Mirror, "upload", lambda self, path: (event.wait(30), upload(self, path)))
@@ -242,7 +239,7 @@ def test_the_end_of_a_run_waits_for_the_mirror_only_once(tmp_path, towers, relea
 def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path, monkeypatch):
     released, begun = threading.Event(), list[float]()
 
-    def hang(mirror: Mirror, path: Path) -> None:
+    def hang(mirror, path):
         if not begun:  # else a later checkpoint: its signals would reach the test runner
             begun.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)

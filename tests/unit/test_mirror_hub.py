@@ -1,9 +1,6 @@
 """A mirror on the Hugging Face hub: one commit for each checkpoint, a token, and a hub that refuses."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +16,7 @@ REPOSITORY = "ada/runs"
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+def hub(monkeypatch):
     from huggingface_hub import HfFileSystem, constants
 
     with serve() as site:
@@ -32,7 +29,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
 
 
 @pytest.fixture
-def url(hub: ModelHub) -> str:
+def url(hub):
     return f"hf://{REPOSITORY}/deep"
 
 

@@ -1,7 +1,5 @@
 """Building and loading towers, and which models are rejected before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`neuclip_plus` equals its equations over several steps: a queue of earlier features, pooled with the batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,14 +11,12 @@ from tests.unit.objectives_reference import context, relative_error, unit_featur
 BATCH, PROTOTYPES, EPS, SAMPLES = 6, 16, 1e-3, 11
 
 
-def ids_of(step: int) -> torch.Tensor:
+def ids_of(step):
     """Most samples of a batch are still in the queue from their last visit, some of them twice."""
     return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step))[:BATCH]
 
 
-def normalizers(
-    anchors: torch.Tensor, partners: torch.Tensor, earlier: list[tuple[int, torch.Tensor]], ids: list[int], tau: float
-) -> torch.Tensor:
+def normalizers(anchors, partners, earlier, ids, tau):
     """exp(alpha) of the methods page, [B]; earlier: sample ids and [d] features of the partners' side."""
     values = []
     for i in range(len(anchors)):

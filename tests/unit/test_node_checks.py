@@ -1,7 +1,5 @@
 """The checks of `neuclip doctor` report what is broken and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

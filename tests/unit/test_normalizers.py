@@ -1,12 +1,9 @@
 """Exact log-normalizers compared with brute force, and the errors measured against them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from tests.launch import run as launch
 from tests.shards import write_shards
 
 
-def brute_force(anchors: torch.Tensor, others: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+def brute_force(anchors, others, tau):
     s = anchors @ others.T
     h = (s - s.diagonal()[:, None]) / tau[:, None]
     h.fill_diagonal_(-math.inf)
@@ -50,7 +47,7 @@ def test_exact_log_normalizers_equal_brute_force(columns, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory):
     """A few steps of fastclip_v3 on 40 pairs with batches of 16; the last 8 pairs do not fill a batch."""
     folder = tmp_path_factory.mktemp("run")
     write_shards(folder / "data", [20, 20])

@@ -1,7 +1,5 @@
 """The normalizer-prediction network: closed form, optimizers, restarts, growth, variants."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -20,13 +18,7 @@ from pipeline.objectives.npn.reference import predicted_log_normalizers
 from tests.metrics import metrics
 from tests.plugins import install
 from tests.training import prepare, settings_in, train_here
-from tests.unit.objectives_reference import (
-    assert_exact,
-    context,
-    normalizers,
-    relative_error,
-    unit_features,
-)
+from tests.unit.objectives_reference import assert_exact, context, normalizers, relative_error, unit_features
 
 EPS = 1e-14
 

@@ -1,7 +1,5 @@
 """Prototypes divided among ranks: results and state are the same for any world size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

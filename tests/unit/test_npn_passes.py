@@ -1,7 +1,5 @@
 """Prototypes: the passes of an update, fused and compiled, and Algorithm 1 as a reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

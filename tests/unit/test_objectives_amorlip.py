@@ -1,7 +1,5 @@
 """AmorLIP compared with autograd of its loss as written, and the restarts and averages of its networks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fingerprint that ranks use to compare their replicas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

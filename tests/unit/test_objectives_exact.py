@@ -1,7 +1,5 @@
 """Loss and every gradient in float64, compared with autograd of the loss as written."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,13 +8,7 @@ import torch
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.reference import predicted_log_normalizers
-from tests.unit.objectives_reference import (
-    assert_exact,
-    context,
-    normalizers,
-    relative_error,
-    unit_features,
-)
+from tests.unit.objectives_reference import assert_exact, context, normalizers, relative_error, unit_features
 
 BATCHES = (2, 3, 17, 64)
 EXACT = 1e-10

@@ -1,7 +1,5 @@
 """Limiting cases in which methods agree with each other, and computation in row blocks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """For every method: compute changes no lasting state, discard restores it, and a resumed run is bit-identical."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """State per sample: the table that ranks share, and the moving averages in it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

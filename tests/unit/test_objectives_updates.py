@@ -1,7 +1,5 @@
 """State updates over several steps compared with torch.optim: temperatures, biases, auxiliary networks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -78,20 +76,20 @@ def test_the_upstream_gradient_scales_the_feature_gradients():
 class Network(nn.Module):
     """The MLP of AmorLIP's code, built from torch layers."""
 
-    def __init__(self, parameters: dict[str, Tensor], side: int) -> None:
+    def __init__(self, parameters, side):
         super().__init__()
         dim = parameters["linear1.weight"].shape[-1]
         self.linear1, self.linear2, self.head = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.double().load_state_dict({name: value[side] for name, value in parameters.items()})
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features):
         hidden = self.norm1(self.linear1(features).relu())
         hidden = self.norm2(self.linear2(hidden).relu())
         return self.head((hidden + features).relu())[:, 0]
 
 
-def lambda_of(objective: Any, output: Any, side: int, weight: float) -> Tensor:
+def lambda_of(objective, output, side, weight):
     """Return the log lambda in use, computed from the reported log-normalizer."""
     kappa = weight / (BATCH - 1)
     logit = output.distributions["similarity_of_pair"] / objective.temperature.value()
@@ -151,7 +149,7 @@ def test_amorlip_networks_match_their_description(cap, monkeypatch):
     assert all(torch.allclose(predicted[side], average[side](features[side]), rtol=1e-9) for side in (0, 1))
 
 
-def alpha_of(net: Network | Tensor, own: Tensor, partner: Tensor, tau: float = 0.07) -> Tensor:
+def alpha_of(net, own, partner, tau=0.07):
     """Equations (10) and (11), or their counterpart for an MLP."""
     if isinstance(net, Tensor):
         return predicted_log_normalizers(own, partner, net, tau=torch.tensor(tau, dtype=torch.float64), eps=EPS)

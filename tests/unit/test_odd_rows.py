@@ -1,8 +1,6 @@
 """How unusual rows are handled: blank captions, unreadable lines, other kinds of hashes, repeated URLs."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from unittest import mock

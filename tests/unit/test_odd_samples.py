@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,12 +21,12 @@ UNDECODABLE = "image cannot be decoded"
 TOO_LARGE = "image has too many pixels"
 
 
-def photograph(size: tuple[int, int] = (60, 48)) -> Image.Image:
+def photograph(size=(60, 48)):
     pixels = np.random.default_rng(5).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
 
 
-def large_jpeg_header() -> bytes:
+def large_jpeg_header():
     """A JPEG that claims 60,000 x 60,000 pixels."""
     body = bytearray(jpeg(1))
     place = body.index(b"\xff\xc0") + 5
@@ -35,13 +34,13 @@ def large_jpeg_header() -> bytes:
     return bytes(body)
 
 
-def text_bomb() -> bytes:
+def text_bomb():
     info = PngImagePlugin.PngInfo()
     info.add_text("comment", "x" * 90_000_000, zip=True)
     return encoded(photograph(), "PNG", pnginfo=info)
 
 
-def with_exif() -> bytes:
+def with_exif():
     exif = Image.Exif()
     exif[0x0112], exif[0x9286] = 6, b"x" * 60_000
     return encoded(photograph(), "JPEG", exif=exif)
@@ -79,12 +78,12 @@ COUNTS = {UNDECODABLE: 7, TOO_LARGE: 2, "caption is not UTF-8": 1, "caption is m
 GOOD = 35
 
 
-def count_bytes(texts: list[str]) -> torch.Tensor:
+def count_bytes(texts):
     return torch.tensor([[len(text.encode())] for text in texts])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     odd = [{"jpg": body, "txt": b"a cat"} for body, _ in IMAGES.values()] + [
         members for members, _ in CAPTIONS.values()
@@ -109,7 +108,7 @@ def test_odd_samples_are_used_or_counted_by_reason(folder, decoding):
     assert sum(batch.replaced for batch in batches) == sum(COUNTS.values())
 
 
-def last_weights(run: Path) -> bytes:
+def last_weights(run):
     return (run / "checkpoints/step-00000008/open_clip_model.safetensors").read_bytes()
 
 

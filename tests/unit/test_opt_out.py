@@ -11,7 +11,7 @@ from data_prep.fetching.guard import check_response
 from data_prep.reasons import FetchError
 
 
-def opted_out(*lines: str, name: str = "X-Robots-Tag", **guard: object) -> bool:
+def opted_out(*lines, name="X-Robots-Tag", **guard):
     """Whether a response with these headers is refused for them."""
     headers = Message()
     for line in lines:

@@ -1,11 +1,8 @@
 """Every command turns pictures in the same way: by EXIF, as browsers do, and not by XMP."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,12 +21,12 @@ XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6
 OPTIONS = {"JPEG": {"quality": 98, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}
 
 
-def picture() -> Image.Image:
+def picture():
     across, down = np.meshgrid(np.linspace(0, 255, 80), np.linspace(0, 255, 60))
     return Image.fromarray(np.stack([across, down, (across + down) / 2], axis=2).astype(np.uint8))
 
 
-def exif_data(orientation: int | None) -> bytes:
+def exif_data(orientation):
     exif = Image.Exif()
     exif[0x010F] = "a camera"
     if orientation is not None:
@@ -37,7 +34,7 @@ def exif_data(orientation: int | None) -> bytes:
     return exif.tobytes()
 
 
-def encoded(kind: str, *, orientation: int | None, xmp: bytes = b"") -> bytes:
+def encoded(kind, *, orientation, xmp=b""):
     info = {"tiffinfo": {700: xmp}} if kind == "TIFF" and xmp else {"xmp": xmp} if xmp else {}
     exif = {} if info and kind == "TIFF" else {"exif": exif_data(orientation)}
     body = images.encoded(picture(), kind, **OPTIONS.get(kind, {}), **info, **exif)
@@ -46,11 +43,11 @@ def encoded(kind: str, *, orientation: int | None, xmp: bytes = b"") -> bytes:
     return body
 
 
-def chunk_added(png: bytes, name: bytes, data: bytes, *, place: int) -> bytes:
+def chunk_added(png, name, data, *, place):
     return png[:place] + images.png_chunk(name, data) + png[place:]
 
 
-def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
+def everywhere(body, folder):
     """The picture that each command sees or stores."""
     file = folder / "picture"
     file.write_bytes(body)
@@ -68,7 +65,7 @@ def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(image.convert("RGB")).astype(int) for name, image in found.items()}
 
 
-def assert_all(body: bytes, folder: Path, wanted: Image.Image) -> None:
+def assert_all(body, folder, wanted):
     for name, found in everywhere(body, folder).items():
         assert found.shape == np.asarray(wanted).shape, name
         assert np.abs(found - np.asarray(wanted)).mean() < 3, name

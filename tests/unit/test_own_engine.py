@@ -1,21 +1,15 @@
 """An engine added in one file that calls `register_engine`, and DeepSpeed files that are refused."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.distributed.world import World
 from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig, deepspeed_settings
 from pipeline.engine.engine_protocol import ENGINES, EngineFacts, register_engine
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.errors import UserError
-from pipeline.model.towers import Towers
 from tests.metrics import metrics
 from tests.training import prepare, settings_in, train_here
 
@@ -23,28 +17,28 @@ from tests.training import prepare, settings_in, train_here
 class PlainState:
     """fp32 weights and moments as they are in memory."""
 
-    def __init__(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, towers, optimizer):
         self._towers, self._optimizer = towers, optimizer
 
-    def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, keep=True):
         return ((name, value.detach().clone()) for name, value in self._towers.clip.state_dict().items() if keep)
 
-    def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
+    def moments(self, *, keep=True):
         for name, p in self._towers.clip.named_parameters():
             for key, value in self._optimizer.state.get(p, {}).items():
                 if key != "step" and keep:
                     yield name, key, value.clone()
 
-    def counter(self) -> int:
+    def counter(self):
         return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
 
-    def shapes(self) -> dict[str, torch.Size]:
+    def shapes(self):
         return {name: value.shape for name, value in self._towers.clip.state_dict().items()}
 
-    def masters(self) -> list[Tensor]:
+    def masters(self):
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
+    def load(self, *, weights, moments, counter):
         self._towers.clip.load_state_dict(dict(weights))
 
 
@@ -55,24 +49,24 @@ class PlainEngine:
     bf16, dtype = False, torch.float32
 
     @staticmethod
-    def facts(config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int) -> EngineFacts:
+    def facts(config, *, optimizer, global_batch, world_size):
         if world_size > 1:
             raise UserError("engine.name = 'plain' trains on one rank.")
         return EngineFacts(stage=0, bf16=False, dtype=torch.float32, bucket=0)
 
-    def __init__(self, towers: Towers, *, optimizer: OptimizerConfig, world: World, **_: Any) -> None:
+    def __init__(self, towers, *, optimizer, world, **_):
         self.module, self.world, self.optimizer_config = towers, world, optimizer
         self._optimizer = build_optimizer(optimizer, parameter_groups(towers, optimizer))
         self.state = PlainState(towers, self._optimizer)
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, image, text):
         features: tuple[Tensor, Tensor] = self.module(image, text)
         return features
 
-    def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+    def backward(self, features, gradients):
         torch.autograd.backward(features, gradients)
 
-    def step(self, *, lr_scale: float) -> bool:
+    def step(self, *, lr_scale):
         applied = all(bool(p.grad.isfinite().all()) for p in self.module.parameters() if p.grad is not None)
         if applied:
             for group in self._optimizer.param_groups:
@@ -81,7 +75,7 @@ class PlainEngine:
         self._optimizer.zero_grad()
         return applied
 
-    def gradient_norm(self) -> float | None:
+    def gradient_norm(self):
         return None
 
 

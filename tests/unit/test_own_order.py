@@ -1,13 +1,10 @@
 """The documentation's order of samples, in a package outside of the repository; test_own_package.py trains on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.data.loading.loader import Loader
 from pipeline.data.order.canonical_order import ORDERS
 from pipeline.data.order.mixture import Segments
 from pipeline.errors import UserError
@@ -19,7 +16,7 @@ EXAMPLE = (ROOT / "docs/data.md").read_text().partition("#### An order of your o
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugin(tmp_path, monkeypatch):
     """An installed package that offers the order."""
     example = EXAMPLE.partition("```python\n")[2].partition("```")[0]
     entry_points = "[neuclip.orders]\nas_stored = order_as_stored\n"
@@ -30,7 +27,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_order_of_ones_own_is_read_and_resumed(tmp_path, monkeypatch):
     write_shards(tmp_path / "shards", [7, 13, 5, 11])
 
-    def loader(order: str, workers: int) -> Loader:
+    def loader(order, workers):
         return open_loader(tmp_path / "shards", streams=4, order=order, workers=workers)
 
     with loader("as_stored", 2) as read:

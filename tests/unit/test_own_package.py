@@ -1,7 +1,5 @@
 """CONTRIBUTING: a package outside of the repository adds parts of every kind, which the public commands use."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,11 +1,5 @@
 """Reports in a browser: accessible by axe-core's rules, and fit for a phone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipeline.report import write_report
@@ -16,13 +10,13 @@ pytestmark = pytest.mark.daily
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Any]:
+def started():
     with browser() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def pages(started: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pages(started, tmp_path_factory):
     """Of a run, and of a comparison."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder / "one"), make_run(folder / "another", name="openclip", right=90)]

@@ -47,7 +47,7 @@ LATIN = "byte 0xE9; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
 HALF = "the surrogate U+D83D, which is half of a character: the program that wrote it cut one"
 
 
-def lines(*rows: Any) -> bytes:
+def lines(*rows):
     return b"\n".join(row if isinstance(row, bytes) else tree(row) for row in rows)
 
 
@@ -55,7 +55,7 @@ LATIN_BYTES = pa.array([b"one", b"caf\xe9", b"three", b"four"], pa.binary())
 LATIN_TEXTS = pa.Array.from_buffers(pa.string(), 4, LATIN_BYTES.buffers())
 
 
-def coco(ids: list[Any], *annotations: tuple[Any, str]) -> bytes:
+def coco(ids, *annotations):
     images = [{"id": each, "file_name": name} for each, name in zip(ids, NAMES, strict=False)]
     return tree({"images": images, "annotations": [{"image_id": each, "caption": text} for each, text in annotations]})
 

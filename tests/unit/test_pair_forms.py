@@ -50,17 +50,17 @@ TWO = [["a 0", "b 0"], ["a 1", "b 1"]]
 COMMAS = [["a, 0", "b, 0"], ["a, 1", "b, 1"]]
 
 
-def beside(name: str, *lines: bytes) -> dict[str, bytes]:
+def beside(name, *lines):
     """The pictures with a table of these lines."""
     return {**PICTURES, name: b"\n".join(lines) + b"\n"}
 
 
-def separated(name: str, mark: str, *header: str) -> dict[str, bytes]:
+def separated(name, mark, *header):
     """The pictures with a table of them."""
     return beside(name, *(mark.join(row).encode() for row in ([header] if header else []) + [*ROWS.items()]))
 
 
-def members(image: str, text: str) -> list[tuple[str, bytes]]:
+def members(image, text):
     return [(f"{k}.{s}", b) for k in range(4) for s, b in ((image, picture(k)), (text, CAPTIONS[k].encode()))]
 
 
@@ -77,7 +77,7 @@ IMAGES = [*PICTURES.values()]
 OF_CLASSES = {"caption_template": ("a {class}", "{class}, {class}")}
 
 
-def numbered(form: bytes) -> list[bytes]:
+def numbered(form):
     return [form % (k, n, word, k) for k in range(2) for n, word in enumerate((b"a", b"b"))]
 
 

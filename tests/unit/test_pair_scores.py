@@ -1,18 +1,15 @@
 """`neuclip score`: its values equal their definition, parts resume and are never mixed, and nothing is dropped."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from data_prep.dataset import canonical_tar
 from jobs.manifest import command as manifest_command
@@ -31,7 +28,7 @@ from tests.shards import sample, write_shards
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A few steps on 40 pairs."""
     folder = tmp_path_factory.mktemp("score")
     write_shards(folder / "data", [20, 12, 8])
@@ -42,12 +39,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def score(base: Path, output: Path, *options: str, data: str = "data") -> Result:
+def score(base, output, *options, data="data"):
     arguments = [str(base / "run"), "--data", str(base / data), "--output", str(output), "--workers", "0"]
     return CliRunner().invoke(command, [*arguments, "--device", "cpu", *options])
 
 
-def table(output: Path) -> dict[str, list]:
+def table(output):
     return pq.read_table(output / "scores.parquet").to_pydict()
 
 
@@ -162,7 +159,7 @@ def test_scored_shards_from_elsewhere_can_be_curated(tmp_path, base):
     before = load_manifest(folder)
     arguments = [str(base / "run"), "--data", str(folder), "--output", str(tmp_path / "out"), "--device", "cpu"]
 
-    def run(*options: str) -> Result:
+    def run(*options):
         return CliRunner().invoke(command, [*arguments, *options])
 
     assert "its folder does not exist" in str(run("--list-worst", "0.25", str(tmp_path / "no" / "list")).exception)
@@ -214,7 +211,7 @@ def test_damaged_weights_of_a_checkpoint_are_refused_by_name(base, tmp_path, par
     body[-1000:-900] = bytes(100)
     weights.write_bytes(body)
 
-    def start_from(spec: str) -> object:
+    def start_from(spec):
         return build_towers(ModelConfig(arch=FROM_WEIGHTS, pretrained=spec), seed=0)
 
     for load in (load_for_evaluation, start_from):

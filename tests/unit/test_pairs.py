@@ -1,8 +1,6 @@
 """`neuclip pairs`: every dropped row has a recorded reason, and an interrupted run ends with the same bytes."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -169,7 +167,7 @@ def test_a_note_is_written_after_everything_that_it_refers_to_is_on_the_disk(tab
     synced: list[str] = []
     sync, out = os.fsync, tmp_path / "out"
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), out))
         sync(descriptor)
 

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,17 +37,17 @@ RAMP = np.tile(np.linspace(0, 1, WIDTH), (HEIGHT, 1))
 """Grey from black on the left to white on the right, so that inverted, white, black and dark pictures all differ."""
 
 
-def ramp(kind: type, largest: float) -> np.ndarray:
+def ramp(kind, largest):
     return (RAMP * largest).round().astype(kind)
 
 
-def pnm(largest: int, *, channels: int = 1) -> bytes:
+def pnm(largest, *, channels=1):
     values = np.repeat(ramp(np.uint16, largest)[..., None], channels, axis=2)
     data = values.astype(np.uint8).tobytes() if largest < 256 else values.astype(">u2").tobytes()
     return b"P%d %d %d %d\n" % (5 if channels == 1 else 6, WIDTH, HEIGHT, largest) + data
 
 
-def tiff(values: bytes, *, bits: int, sample_format: int = 1, interpretation: int = 1) -> bytes:
+def tiff(values, *, bits, sample_format=1, interpretation=1):
     """An uncompressed grey TIFF, for pixel types that Pillow does not write."""
     tags = [(256, WIDTH), (257, HEIGHT), (258, bits), (259, 1), (262, interpretation), (273, 8), (277, 1),
             (278, HEIGHT), (279, len(values)), (339, sample_format)]  # fmt: skip
@@ -56,7 +55,7 @@ def tiff(values: bytes, *, bits: int, sample_format: int = 1, interpretation: in
     return b"II*\0" + struct.pack("<I", 8 + len(values)) + values + directory + b"\0" * 4
 
 
-def twelve_bits() -> bytes:
+def twelve_bits():
     first, second = ramp(np.uint16, 4095).reshape(-1, 2).T
     return np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=1).astype(np.uint8).tobytes()
 
@@ -69,7 +68,7 @@ DEEP = Image.fromarray(ramp(np.uint16, 65535))
 WIDE = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 
 
-def after_another_chunk(png: bytes) -> bytes:
+def after_another_chunk(png):
     """As the PNGs in iPhone apps begin."""
     body = b"CgBI\x50\0\x20\x06"
     return png[:8] + (4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big") + png[8:]
@@ -126,7 +125,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-def grey_levels(image: Any) -> np.ndarray:
+def grey_levels(image):
     found = np.asarray(image).astype(int)
     return found if found.ndim == 2 else found.mean(axis=2)
 
@@ -177,12 +176,12 @@ def test_what_cannot_be_read_has_a_reason_everywhere(name, tmp_path):
             trained(mode)(body, state=0)
 
 
-def downloaded(body: bytes) -> np.ndarray:
+def downloaded(body):
     served_image.check_image(body, content_type="", max_pixels=10**6)
     return served(body).array
 
 
-def trained(mode: Any) -> ImageDecoder:
+def trained(mode):
     return ImageDecoder(size=16, crop=CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)), mode=mode, max_pixels=10**8)
 
 
@@ -205,11 +204,11 @@ def test_every_mode_of_an_image_in_memory(mode):
     assert np.asarray(pixels.to_rgb(image)).min() > 250
 
 
-def markers(data: bytes) -> dict[int, int]:
+def markers(data):
     return dict(reversed(list(jpeg.markers(data))))
 
 
-def many_scans(count: int, *, progressive: bool = True, side: int = 2000) -> bytes:
+def many_scans(count, *, progressive=True, side=2000):
     """A small JPEG that repeats one of its scans; in a baseline one, of one component only."""
     options = {"progressive": True} if progressive else {"subsampling": 0}
     plain = encoded(Image.new("RGB", (side, side)), "JPEG", **options)

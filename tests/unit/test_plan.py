@@ -1,7 +1,5 @@
 """Estimates compared with figures calculated by hand or measured; FLOP counts, peak rates, and images with captions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -23,11 +21,11 @@ P = 1_000_003
 
 
 @pytest.fixture(scope="module")
-def arch(tmp_path_factory: pytest.TempPathFactory) -> str:
+def arch(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("towers"))
 
 
-def settings(arch: str, *more: str) -> list[str]:
+def settings(arch, *more):
     return ["output=x", "samples=1000", "batch_size=40", "schedule.warmup_steps=2", f"model.arch={arch}",
             "data.sources=nowhere", "data.streams=4", "data.workers=0", *more]  # fmt: skip
 
@@ -49,7 +47,7 @@ def test_saved_bytes_equal_what_autograd_saves(arch):
     real.train()
     own = {p.data_ptr() for p in real.parameters()}
 
-    def saved(batch: int) -> int:
+    def saved(batch):
         kept: dict[int, torch.Tensor] = {}
         keep = lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) if t.data_ptr() not in own else t  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
@@ -165,7 +163,7 @@ def test_utilization_is_the_flop_count_over_the_peak(tmp_path):
     model = ModelConfig(arch=write_tiny(tmp_path), packed_attention=False)
     vision, text = TINY["vision_cfg"], TINY["text_cfg"]
 
-    def tower(tokens: int, width: int, hidden: float) -> float:
+    def tower(tokens, width, hidden):
         """Return the multiply-adds of one block: q, k, v and output, the two attention products, the MLP."""
         return tokens * width * (4 * width + 2 * hidden) + 2 * tokens**2 * width
 

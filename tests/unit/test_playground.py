@@ -1,7 +1,5 @@
 """The playground: what it computes, what it refuses, and the page in a browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging
@@ -9,9 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +33,12 @@ CLASSES = ["fox", "cat", "bridge"]
 TEMPLATES = ["a photo of a {c}.", "the {c}"]
 
 
-def bodies(count: int) -> list[tuple[str, bytes]]:
+def bodies(count):
     rng = np.random.default_rng(3)
     return [image_bytes(rng, number) for number in range(count)]
 
 
-def write_photos(root: Path, count: int = 14) -> Path:
+def write_photos(root, count=14):
     """Images in two folders, one of them damaged, and a file that is none."""
     for number, (suffix, body) in enumerate(bodies(count)):
         folder = root / ("a" if number % 2 else "b")
@@ -53,13 +49,13 @@ def write_photos(root: Path, count: int = 14) -> Path:
     return root
 
 
-def read(folder: Path, limit: int = 100) -> tuple[list[tuple[str, bytes]], list[str]]:
+def read(folder, limit=100):
     dropped = Dropped(list)
     return list(read_images(folder, limit=limit, dropped=dropped)), lines_of(dropped).splitlines()
 
 
 @pytest.fixture(scope="module")
-def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
+def explorer(tmp_path_factory):
     found = Explorer(make_model(0))
     dropped = found.add_images(write_photos(tmp_path_factory.mktemp("photos")), limit=100)
     assert lines_of(dropped).startswith(
@@ -69,7 +65,7 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
 
 
 @pytest.fixture(scope="module")
-def address(explorer: Explorer) -> Iterator[tuple[str, int]]:
+def address(explorer):
     listening = http_api.listen("127.0.0.1", 0)
     app = http_api.make_app(explorer, local=True)
     serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
@@ -80,7 +76,7 @@ def address(explorer: Explorer) -> Iterator[tuple[str, int]]:
     thread.join()
 
 
-def ask(address: tuple[str, int], path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+def ask(address, path, body=None, **headers):
     connection = http.client.HTTPConnection(*address, timeout=60)
     content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     kind = "application/octet-stream" if path == "/api/image" else "application/json"
@@ -96,7 +92,7 @@ def test_a_computation_ends_when_its_client_is_gone(explorer, monkeypatch):
     gone, calls = threading.Event(), []
     original = class_vectors
 
-    def leave(*arguments: Any, **options: Any) -> torch.Tensor:
+    def leave(*arguments, **options):
         calls.append(gone.set())
         return original(*arguments, **options)
 
@@ -193,11 +189,7 @@ def test_bad_requests_get_a_clear_answer(address, explorer):
     many = [f"{k} {{c}}" for k in range(100)]
     for path, asked, message in (
         ("image", b"", "The file cannot be used (not an image); "),
-        (
-            "image",
-            b"text",
-            "The file cannot be used (not an image); the page takes PNG, JPEG, WebP and others",
-        ),
+        ("image", b"text", "The file cannot be used (not an image); the page takes PNG, JPEG, WebP and others"),
         ("image", bodies(4)[3][1][:150], "The file cannot be used (truncated: "),
         ("image", huge, "The file cannot be used (too many pixels: 9000 x 9000); "),
         ("image", vast, "The file cannot be used (too many pixels: "),
@@ -246,7 +238,7 @@ def test_only_this_machine_is_served_by_default(address):
 
 
 def test_the_command_reports_mistakes_before_loading_anything(tmp_path):
-    def fails(*arguments: str) -> str:
+    def fails(*arguments):
         done = CliRunner().invoke(job.command, list(arguments), standalone_mode=False)
         assert isinstance(done.exception, UserError), done.output
         return str(done.exception)

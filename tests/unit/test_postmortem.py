@@ -37,7 +37,7 @@ schedule: {{warmup_steps: 1}}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """The folder of a run of 10 steps that has taken 7 and was killed."""
     run = tmp_path / "my run"
     (run / "heartbeats").mkdir(parents=True)
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def beat(run: Path, *, rank: int = 0, size: int = 1, phase: str = "forward") -> None:
+def beat(run, *, rank=0, size=1, phase="forward"):
     """Leave the heartbeat of a rank that was killed."""
     phases = Phases(torch.device("cpu"))
     phases.mark(phase, step=7)
@@ -56,60 +56,60 @@ def beat(run: Path, *, rank: int = 0, size: int = 1, phase: str = "forward") -> 
     Heartbeat(run / "heartbeats", world=world, lost_after=45.0, limit=60.0)._write()
 
 
-def end(run: Path, code: int, reason: str = "", *, rank: int = 0) -> None:
+def end(run, code, reason="", *, rank=0):
     start_recording(run / "heartbeats", rank=rank)
     record_exit(code, reason)
     stop_recording()
 
 
-def say(run: Path, message: str, *, step: int = 0) -> None:
+def say(run, message, *, step=0):
     """Add an event and a step to the records."""
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "event", "message": message}) + "\n")
         file.write(json.dumps({"kind": "train", "step": step, "loss": 1.0}) + "\n")
 
 
-def edit(run: Path, old: str, new: str) -> None:
+def edit(run, old, new):
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(old, new))
 
 
-def damage_weights(run: Path, step: int) -> None:
+def damage_weights(run, step):
     weights = run / f"checkpoints/step-{step:08d}/open_clip_model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def early(run: Path) -> None:
+def early(run):
     say(run, ValidationHistory(best_loss=2.5, best_step=3, since_best=2).describe_end())
     end(run, 0)
 
 
-def fork(run: Path) -> None:
+def fork(run):
     (run / "origin.json").write_text(json.dumps(asdict(Origin("/other/step-00000004", "abc"))))
     beat(run)
 
 
-def one_of_two(run: Path) -> None:
+def one_of_two(run):
     for rank in (0, 1):
         beat(run, rank=rank, size=2)
     end(run, 76, "lost contact to another rank")
 
 
-def fatal(run: Path, name: str) -> None:
+def fatal(run, name):
     beat(run)
     (run / "heartbeats" / "fatal-00000.txt").write_text(f"host 1\nFatal Python error: {name}\n")
 
 
-def trained(run: Path) -> None:
+def trained(run):
     say(run, "The last step.", step=10)
 
 
-def examine(run: Path) -> tuple[str, int]:
+def examine(run):
     done = CliRunner().invoke(command, [str(run)], standalone_mode=False, catch_exceptions=False)
     return done.output, done.return_value
 
 
-def last_line(output: str) -> str:
+def last_line(output):
     return output.strip().splitlines()[-1]
 
 

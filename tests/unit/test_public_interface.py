@@ -1,7 +1,5 @@
 """`import neuclip`: its names, similarity of images and texts, and an objective in somebody else's training loop."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from pathlib import Path
@@ -21,7 +19,7 @@ TEXTS = ["a red square", "two dogs", "the sea"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("public") / "run", bias=0.0)
 
 
@@ -78,7 +76,7 @@ def test_models_are_named_by_paths_and_mistakes_are_user_errors(run, tmp_path, m
 B, D = 6, 8
 
 
-def features(rows: int = B, dim: int = D) -> torch.Tensor:
+def features(rows=B, dim=D):
     return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(0)), dim=1)
 
 

@@ -1,11 +1,8 @@
 """The docs match the code: commands and settings parse; files, quoted messages and configuration keys exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
-from pathlib import Path
 
 import click
 import pytest
@@ -23,7 +20,7 @@ TROUBLES = ROOT / "docs" / "troubleshooting.md"
 FILES = (".json", ".jsonl", ".yaml", ".py", ".html", ".md")
 
 
-def inline(page: Path) -> list[str]:
+def inline(page):
     """All inline `code` of a page, outside of code blocks."""
     return re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
 
@@ -110,7 +107,7 @@ def test_links_and_folders_exist():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

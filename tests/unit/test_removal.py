@@ -35,19 +35,19 @@ NAMES = {"0000000001", "0000000003", "0000000008", *(f"{k:010d}" for k in range(
 NOTE = "removal.pending"
 
 
-def convert(root: Path, source: Path | None = None) -> None:
+def convert(root, source=None):
     options = [str(source or root.parent / "in"), "--output", str(root), "--shard-size", str(SHARD), "--processes", "1"]
     assert CliRunner().invoke(pairs_command, options, standalone_mode=False).exception is None
 
 
-def of_pairs(root: Path) -> None:
+def of_pairs(root):
     source = root.parent / "in"
     write_images(source, ROWS)
     write_csv(source / "t.csv", [("image", "caption"), *((f"{k:03d}.jpg", f"caption {k}") for k in range(ROWS))])
     convert(root)
 
 
-def write_tars(folder: Path) -> None:
+def write_tars(folder):
     folder.mkdir(parents=True)
     for first in range(0, ROWS, SHARD):
         members = [(f"{k:010d}.{suffix}", body) for k in range(first, first + SHARD)
@@ -55,12 +55,12 @@ def write_tars(folder: Path) -> None:
         canonical_tar.write(folder / f"{first // SHARD:05d}.tar", members)
 
 
-def foreign(root: Path) -> None:
+def foreign(root):
     write_tars(root / "shards")
     index(root)
 
 
-def behind_links(root: Path) -> None:
+def behind_links(root):
     """Shards in a linked folder, one of which is a link itself, and has a second name."""
     write_tars(root.parent / "disk")
     (root.parent / "other").mkdir()
@@ -72,7 +72,7 @@ def behind_links(root: Path) -> None:
 
 
 @pytest.fixture
-def build(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def build(request, tmp_path):
     """A folder with the data set, `data`, and what belongs to it."""
     if request.param == "download":
         return Path(request.getfixturevalue("copied")).parent
@@ -80,11 +80,11 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def remove(root: Path, names: set[str]) -> Any:
+def remove(root, names):
     return removal.remove(root, names, allow_outside=True)  # `behind_links` needs it, and the others do not mind
 
 
-def check(root: Path) -> None:
+def check(root):
     """The data set is as its manifest says, each shard has an index, and those of former shards are deleted."""
     assert verify(root) == []
     assert len(list((root / INDEX_FOLDER).iterdir())) == len(load_manifest(root).shards)
@@ -93,7 +93,7 @@ def check(root: Path) -> None:
 KINDS = pytest.mark.parametrize("build", ["download", "of_pairs", "foreign", "behind_links"], indirect=True)
 
 
-def keys(root: Path) -> list[str]:
+def keys(root):
     manifest = load_manifest(root)
     return [key for shard in manifest.shards for key, _ in canonical_tar.samples(manifest.url(shard))]
 
@@ -184,18 +184,18 @@ def test_what_is_still_there_is_an_error(tmp_path, monkeypatch):
     assert contents(root) == before
 
 
-def repeat_keys(root: Path) -> None:
+def repeat_keys(root):
     members = [(f"{key}.{suffix}", body) for k, key in enumerate("aba") for suffix, body in sample(k).items()]
     canonical_tar.write(root / "shards/00000.tar", members)
     index(root, "--replace")
 
 
-def replace_by_another(root: Path, *suffixes: str) -> None:
+def replace_by_another(root, *suffixes):
     for suffix in suffixes:
         shutil.copyfile(root / f"meta/00001.{suffix}", root / f"meta/00000.{suffix}")
 
 
-def change_a_digit(root: Path) -> None:
+def change_a_digit(root):
     """Another width in a sample's JSON; the tar is as long as before and can be read."""
     body = (root / "shards/00000.tar").read_bytes()
     (root / "shards/00000.tar").write_bytes(body.replace(b'"width": 42', b'"width": 24', 1))
@@ -262,23 +262,23 @@ def test_an_unfinished_download_keeps_its_removals(copied):
     assert (done.samples, manifest) == (SHARD - 1, None), "what is left is fetched later"
 
 
-def note_of_a_deletion(root: Path, target: Path) -> None:
+def note_of_a_deletion(root, target):
     (root / "x").symlink_to(target)
     (root / NOTE).write_text(json.dumps({"token": "0" * 32, "files": {"x": False}}))
 
 
-def note_of_a_replacement(root: Path, target: Path) -> None:
+def note_of_a_replacement(root, target):
     (root / "sub").symlink_to(target.parent)
     (target.parent / f".{target.name}.{'0' * 32}.tmp").write_text("theirs")
     (root / NOTE).write_text(json.dumps({"token": "0" * 32, "files": {f"sub/{target.name}": True}}))
 
 
-def linked_shard(root: Path, target: Path) -> None:
+def linked_shard(root, target):
     (root / "shards/00000.tar").rename(target)
     (root / "shards/00000.tar").symlink_to(target)
 
 
-def linked(name: str) -> Callable[[Path, Path], None]:
+def linked(name):
     return lambda root, target: (root / name).symlink_to(target)
 
 

@@ -1,12 +1,9 @@
 """The report of one run: it reads what exists, lists what is missing, and is a self-contained file."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +16,13 @@ from pipeline.report.run_data import read_run
 from tests.report_runs import make_run
 
 
-def append(run: Path, *records: dict) -> None:
+def append(run, *records):
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return make_run(tmp_path / "run")
 
 

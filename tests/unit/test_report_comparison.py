@@ -1,10 +1,7 @@
 """Comparison of several runs: aggregates, paired bootstrap, tables."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +15,7 @@ from pipeline.report.stored_scores import Score, StoredEvaluation
 from tests.report_runs import make_run
 
 
-def make_score(
-    folder: Path, metric: str, outcomes: dict, *, task: str = "t", protocol: str = "classification"
-) -> Score:
+def make_score(folder, metric, outcomes, *, task="t", protocol="classification"):
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "t.outcomes.npz", **outcomes)
     digest = sha256_of(folder / "t.outcomes.npz")
@@ -30,7 +25,7 @@ def make_score(
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
+def pair(tmp_path):
     return [make_run(tmp_path / "a"), make_run(tmp_path / "b", name="openclip", right=90)]
 
 
@@ -135,7 +130,7 @@ def test_runs_that_were_evaluated_differently_are_not_compared(pair):
 def test_an_aggregate_over_unofficial_data_is_marked(tmp_path):
     from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
-    def evaluated(official: bool) -> StoredEvaluation:
+    def evaluated(official):
         keys = AGGREGATES["Retrieval"]
         path = tmp_path / "x.json"
         scores = [Score(k, k, "retrieval", "m", 0.5, {}, None, 9, official, {}, path=path) for k in keys]

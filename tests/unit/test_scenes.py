@@ -1,7 +1,5 @@
 """The built-in corpus and its held-out suite: the same bytes for a configuration, faults at their rates, reuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import http.client

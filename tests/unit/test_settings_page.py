@@ -1,16 +1,13 @@
 """docs/settings.md says what the configuration classes say, and every setting has its attribute docstring."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
-from jobs.settings import EXPERT, Setting, chapters, command, page
+from jobs.settings import EXPERT, chapters, command, page
 from pipeline.config import read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names
@@ -19,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 
 
-def all_settings() -> list[Setting]:
+def all_settings():
     return [setting for chapter in chapters(objective_names()) for setting in chapter.settings]
 
 
@@ -37,7 +34,7 @@ def test_the_page_is_up_to_date():
     assert text == page(methods), "docs/settings.md is out of date: run `make settings`"
 
 
-def keys_in(tree: object, prefix: str = "") -> Iterator[str]:
+def keys_in(tree, prefix=""):
     """The dotted keys of a recipe; those of a list's entries as `key[].inner`."""
     if isinstance(tree, dict):
         for name, value in tree.items():
@@ -62,7 +59,7 @@ def test_every_setting_is_in_a_recipe_a_study_or_a_page():
     assert not lost, f"in no recipe, study or page: {', '.join(lost)}"
 
 
-def shown(*arguments: str) -> str:
+def shown(*arguments):
     return CliRunner().invoke(command, list(arguments), catch_exceptions=False).output
 
 

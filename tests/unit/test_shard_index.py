@@ -1,7 +1,5 @@
 """The index of a shard: reading by it gives what parsing gives, and an index that does not fit is not used."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tarfile
@@ -141,7 +139,7 @@ def test_the_indexes_of_joined_sources_are_used(tmp_path, monkeypatch):
         write_shards(tmp_path / name, [20, 20], first=first)
     sources = [str(tmp_path / "a"), str(tmp_path / "b")]
 
-    def epoch() -> list[list[list[int]]]:
+    def epoch():
         with open_loader(tmp_path, sources=sources, streams=2, shuffle_buffer=5) as loader:
             batches = [next(loader) for _ in range(loader.steps_per_epoch)]
             return [[batch.sample_id.tolist(), batch.text[:, 0].tolist()] for batch in batches]

@@ -1,11 +1,8 @@
 """Pairs that are read from shards: the same for any number of workers, and not too many of them at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.data.shards.tar_reader import CaptionField
@@ -14,7 +11,7 @@ from tests.shards import sample, write_shards
 SIDE = 16
 
 
-def as_tensor(image: Image.Image) -> Tensor:
+def as_tensor(image):
     assert image.mode == "RGB"
     return torch.from_numpy(np.array(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)))
 

@@ -1,13 +1,9 @@
 """Shards behind URLs and failing connections, and those that are not what their manifest says."""
 
-from __future__ import annotations
-
 import errno
 import io
 import itertools
 import threading
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import fsspec
@@ -18,14 +14,14 @@ from fsspec.spec import AbstractBufferedFile
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader
 from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
-from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.data.shards.storage import open_records, scan_members
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import reader, write_shards
 
 
-def alter(path: Path) -> None:
+def alter(path):
     """Change a byte of the first sample's caption, so that the tar stays readable and only its hash is wrong."""
     data = path.read_bytes()
     place = data.index(b"caption 0")
@@ -60,10 +56,10 @@ class Flaky(MemoryFileSystem):
     protocol = "flaky"
     whole = b""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+    def _open(self, path, mode="rb", **options):
         assert options["block_size"] > 0
         return io.BytesIO(self.whole)
 
@@ -71,14 +67,14 @@ class Flaky(MemoryFileSystem):
 class Dropping(io.BytesIO):
     """A connection that fails after `after` bytes."""
 
-    def __init__(self, data: bytes, after: int) -> None:
+    def __init__(self, data, after):
         super().__init__(data[:after])
         self.whole = after >= len(data)
 
-    def seekable(self) -> bool:
+    def seekable(self):
         return False
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size=-1):
         if not (data := super().read(size)) and not self.whole:
             raise ConnectionError("reset by peer")
         return data
@@ -90,13 +86,13 @@ def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path, monkeypatch)
     ahead, fetched = threading.Event(), list[tuple[int, int]]()
 
     class Ranges(AbstractBufferedFile):
-        def _fetch_range(self, start: int, end: int) -> bytes:
+        def _fetch_range(self, start, end):
             fetched.append((start, end))
             if threading.current_thread() is not threading.main_thread():
                 ahead.set()
             return Flaky.whole[start:end]
 
-    def opened(self: Flaky, path: str, mode: str = "rb", **options: Any) -> Ranges:
+    def opened(self, path, mode="rb", **options):
         return Ranges(self, path, mode, size=len(self.whole), **options)
 
     monkeypatch.setattr(Flaky, "_open", opened)
@@ -117,7 +113,7 @@ def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path, monkeypatch)
 class Streamed(io.BytesIO):
     """What fsspec opens if a server says that it does not send ranges."""
 
-    def seek(self, offset: int, whence: int = 0) -> int:
+    def seek(self, offset, whence=0):
         if (offset, whence) != (self.tell(), 0):
             raise ValueError("Cannot seek streaming HTTP file")
         return offset
@@ -131,7 +127,7 @@ def test_a_server_that_sends_no_ranges_is_read_from_the_start(tmp_path, monkeypa
             assert [record.caption for record in found] == [b"caption 3", b"caption 4"]
 
 
-def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: int) -> tuple[Manifest, Manifest]:
+def in_flaky_store(folder, monkeypatch, *, samples):
     """A shard on the disk, and the same shard in a store of type `Flaky`."""
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     manifest = write_shards(folder, [samples])
@@ -169,20 +165,20 @@ class ClientError(Exception):
 class Store:
     """A file system that returns a fixed size, or raises an exception instead."""
 
-    def __init__(self, answer: object, content: bytes = b"") -> None:
+    def __init__(self, answer, content=b""):
         self.answer, self.content = answer, content
 
-    def size(self, path: str) -> object:
+    def size(self, path):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def open(self, path: str, mode: str, **options: object) -> io.BytesIO:
+    def open(self, path, mode, **options):
         return io.BytesIO(self.content)
 
 
 def test_every_answer_of_a_store_is_reported(tmp_path, monkeypatch):
-    def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
+    def refuse(path, mode, **options):
         raise TypeError("unexpected keyword argument 'block_size'")
 
     write_shards(tmp_path, [5])

@@ -1,7 +1,5 @@
 """Every shipped recipe on up to 1,024 ranks that do not exist: layouts, memory per rank, and bytes of collectives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives import Objective, build_objective
+from pipeline.objectives import build_objective
 from pipeline.planning.run_plan import measured_towers, plan_run
 from pipeline.training.recipe import load_recipe
 
@@ -26,7 +24,7 @@ META = torch.device("meta")
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
 
-def sent(config: object, *, ranks: int, dim: int, batch_size: int, **facts: int) -> dict[str, int]:
+def sent(config, *, ranks, dim, batch_size, **facts):
     """`World.traffic` of an objective's second step, in a process group whose other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -43,7 +41,7 @@ def sent(config: object, *, ranks: int, dim: int, batch_size: int, **facts: int)
         dist.destroy_process_group()
 
 
-def total(traffic: dict[str, int], what: str) -> int:
+def total(traffic, what):
     return sum(count for name, count in traffic.items() if name.endswith(what))
 
 
@@ -86,7 +84,7 @@ BATCH, DIM, SAMPLES, INNER = 2048, 32, 10**9, 10
 FACTS = {"dataset_size": SAMPLES, "steps_per_epoch": SAMPLES // BATCH, "total_steps": 10**6}
 
 
-def by_hand(name: str, ranks: int) -> int:
+def by_hand(name, ranks):
     """Bytes that a rank contributes to the collectives of a step."""
     b = BATCH // ranks
     features, scalars = 2 * b * DIM * 4, 5 * b * 4  # both sides; s_ii, log g and mean h
@@ -107,7 +105,7 @@ def test_bytes_of_collectives_are_those_by_hand(name):
 
 
 def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows():
-    def built(ranks: int, name: str) -> Objective:
+    def built(ranks, name):
         world = World(size=ranks, device=META)
         return build_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS)
 

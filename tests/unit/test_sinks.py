@@ -1,7 +1,5 @@
 """What is written of a run's metrics, also on a full disk, after a resume and by several threads, and by trackers."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sqlite3
@@ -9,7 +7,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +26,7 @@ LOSSES = [(1, 3.0), (2, 2.0), (2, 2.4375)]
 """By step."""
 
 
-def opened(run: Path, tracker: str = "", *, first_step: int = 0, is_main: bool = True) -> Telemetry:
+def opened(run, tracker="", *, first_step=0, is_main=True):
     config = TelemetryConfig(progress="quiet", tensorboard=False, trackers=tracker, project="tests")
     settings = {"samples": 80, "optimizer": {"lr": 0.001}}
     telemetry = Telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main, settings=settings)
@@ -37,7 +34,7 @@ def opened(run: Path, tracker: str = "", *, first_step: int = 0, is_main: bool =
     return telemetry
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
+def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -86,7 +83,7 @@ def test_a_resumed_run_replaces_the_records_of_later_steps_and_loses_no_earlier_
     path.write_text("\n".join([*kept, *outdated]))  # the last line was cut by a crash
     before = path.read_text()
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -149,7 +146,7 @@ def test_threads_report_one_after_the_other(tmp_path, monkeypatch, capsys):
     """Regression test: an upload reported beside a step's metrics raised BufferError, and a record was lost."""
     inside = threading.Lock()
 
-    def slow(sink: JsonLines) -> None:
+    def slow(sink):
         assert inside.acquire(blocking=False)
         time.sleep(0.05)
         inside.release()
@@ -163,7 +160,7 @@ def test_threads_report_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def report(run: Path, name: str) -> None:
+def report(run, name):
     """Report steps 1 and 2, and after a resume steps 2 and 3 with scores."""
     run.mkdir()
     telemetry = opened(run, name)
@@ -214,7 +211,7 @@ def test_trackio_has_metrics_and_scores(tmp_path, monkeypatch):
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path, monkeypatch):
     calls: list[tuple[str, Any]] = []
 
-    def start_run(*, run_id: str | None, run_name: str, **_: Any) -> SimpleNamespace:
+    def start_run(*, run_id, run_name, **_):
         calls.append(("run", (run_id, run_name)))
         return SimpleNamespace(info=SimpleNamespace(run_id="7f"))
 
@@ -244,7 +241,7 @@ def test_dvclive_removes_nothing(tmp_path, monkeypatch):
     """`Live()` empties ./dvclive unless `resume` is true."""
     calls: list[dict[str, Any]] = []
 
-    def live(**given: Any) -> SimpleNamespace:
+    def live(**given):
         calls.append(given)
         return SimpleNamespace(log_params=calls.append)
 
@@ -255,7 +252,7 @@ def test_dvclive_removes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_is_missing_or_fails_is_reported(tmp_path, monkeypatch, capsys):
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise RuntimeError("no network")
 
     with monkeypatch.context() as patched:

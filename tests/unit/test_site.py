@@ -1,9 +1,6 @@
 """The documentation site builds without warnings, renders its formulas, and makes no network requests."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ BROKEN_NAMES = """Array.from(document.querySelectorAll("article td code"))
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     build = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
     done = python(*build, timeout=500, NO_MKDOCS_2_WARNING="1")

@@ -1,7 +1,5 @@
 """What a run says first, what a resumed one reports, and what is missing before anything is loaded."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,12 +1,9 @@
 """Signals that ask a run to stop; tested in separate processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -48,9 +45,7 @@ __import__("hashlib").pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
 
 
-def ended_by(
-    number: signal.Signals, *arguments: str, before: Callable[[], object] | None = None, path: str = ""
-) -> tuple[int, str, str]:
+def ended_by(number, *arguments, before=None, path=""):
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": path},

@@ -1,7 +1,5 @@
 """Studies: every declaration gives valid runs, equal runs are shared, and the statistics are correct."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -10,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import scipy.stats
@@ -126,7 +123,7 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a,6,7")
     used, seen, lock = list[str](), list[tuple[int, int]](), threading.Lock()
 
-    def popen(words: list[str], *, env: dict[str, str], **_: Any) -> Any:
+    def popen(words, *, env, **_):
         mine = env["CUDA_VISIBLE_DEVICES"].split(",")
         ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
         with lock:
@@ -135,7 +132,7 @@ def test_each_rank_of_a_run_gets_a_gpu_that_the_study_may_use(tmp_path, monkeypa
             assert set(mine) <= {"4", "GPU-a", "6", "7"}
             seen.append((ranks, len(mine)))
 
-        def wait() -> int:
+        def wait():
             time.sleep(0.05)
             with lock:
                 used[:] = [name for name in used if name not in mine]
@@ -161,7 +158,7 @@ def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(tmp_path, monk
     """Regression test: the second of two ended with "Address already in use", because the table names the port."""
     running: list[str] = []
 
-    def ingest(scenes: Any, data: Path) -> None:
+    def ingest(scenes, data):
         running.append("begin")
         time.sleep(0.2)
         running.append("end")

@@ -1,9 +1,5 @@
 """Subsets are nested, reproducible, of the right size, and read in bounded memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +15,7 @@ from pipeline.errors import UserError
 NAMES = [f"{k:032x}" for k in range(20_000)]
 
 
-def members(names: list[str], fraction: float, seed: int = 0) -> set[str]:
+def members(names, fraction, seed=0):
     mask = Subset(SubsetConfig(fraction=fraction, seed=seed)).mask(names)
     return {name for name, inside in zip(names, mask, strict=True) if inside}
 
@@ -67,7 +63,7 @@ def test_uid_index_selects_its_members(tmp_path):
             Subset(SubsetConfig(index=str(path)))
 
 
-def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:
+def source_in(folder, rows=1_000):
     columns = {
         "URL": [f"http://example.org/{k}.jpg" for k in range(rows)],
         "TEXT": [None if k == 5 else f'a "cat" \t{k}' for k in range(rows)],

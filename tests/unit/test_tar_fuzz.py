@@ -1,14 +1,11 @@
 """Damaged tars: every reader raises only the documented errors, in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random
 import subprocess
 import tarfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ HEADER_FIELDS = ((124, 136), (148, 156), (156, 157), (257, 265), (345, 500), (0,
 """Size, checksum, type, magic, prefix, name."""
 
 
-def valid_tars(folder: Path) -> list[bytes]:
+def valid_tars(folder):
     """Return a USTAR, a GNU and a PAX tar, the latter two with long names."""
     tars = []
     for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
@@ -43,14 +40,14 @@ def valid_tars(folder: Path) -> list[bytes]:
     return tars
 
 
-def with_checksum(header: bytearray) -> bytearray:
+def with_checksum(header):
     """Return the header with a corrected checksum, so that readers accept the rest."""
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return header
 
 
-def mutate(data: bytes, rng: random.Random) -> bytes:
+def mutate(data, rng):
     """Damage one to four places: bits, fields of headers (with their checksum corrected), cuts, repeated parts."""
     damaged = bytearray(data)
     for _ in range(rng.randint(1, 4)):
@@ -79,7 +76,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def ours(data: bytes, path: Path) -> None:
+def ours(data, path):
     path.write_bytes(data)
     for read in (
         lambda file: list(read_records(file)),
@@ -95,7 +92,7 @@ def ours(data: bytes, path: Path) -> None:
                 assert [(r.image, r.caption) for r in indexed] == [(r.image, r.caption) for r in read_records(file)]
 
 
-def its_callers(data: bytes, path: Path) -> None:
+def its_callers(data, path):
     path.write_bytes(data)
     with contextlib.suppress(DamagedTar):
         list(canonical_tar.samples(path))
@@ -119,7 +116,7 @@ def test_damage_raises_only_documented_errors_in_bounded_time(reader, tmp_path):
     assert slowest < SECONDS
 
 
-def header(name: bytes, size: bytes, kind: bytes) -> bytes:
+def header(name, size, kind):
     block = bytearray(512)
     block[: len(name)], block[124 : 124 + len(size)], block[156:157], block[257:263] = name, size, kind, b"ustar\0"
     return bytes(with_checksum(block))
@@ -139,7 +136,7 @@ def test_invalid_sizes_are_reported_as_damage():
 
 
 class Pipe(io.BytesIO):
-    def seekable(self) -> bool:
+    def seekable(self):
         return False
 
 

@@ -1,20 +1,16 @@
 """Trimmed texts: which towers support it, unchanged features and gradients, and how a step uses text lengths."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import measure_flops, training_flops
 from pipeline.model.attention import PackedText, pack
-from pipeline.model.towers import ModelConfig, Towers, build_towers, text_batching
+from pipeline.model.towers import ModelConfig, build_towers, text_batching
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
@@ -24,11 +20,11 @@ CPU = torch.device("cpu")
 TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attentional_pool"}
 
 
-def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
+def towers_of(folder, kind, **settings):
     return build_towers(ModelConfig(arch=write_kind(folder, kind), **settings), seed=0)[0].train()
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(found, expected, tolerance):
     """Compare gradients in units of the largest one."""
     assert found.keys() == expected.keys()
     size = max(float(g.abs().max()) for g in expected.values())
@@ -113,7 +109,7 @@ def test_texts_are_whole_where_the_padding_matters_and_where_that_is_wanted(tmp_
             text_batching(given, config)
 
 
-def chunks_of(lengths: Tensor | None) -> TextChunks:
+def chunks_of(lengths):
     return TextChunks(torch.arange(6 * 20).view(6, 20), [slice(0, 2), slice(2, 4), slice(4, 6)], lengths=lengths)
 
 
@@ -134,17 +130,17 @@ def test_micro_batches_are_sorted_by_length_and_trimmed_individually():
 class PlainEngine:
     """Towers with plain autograd; records the widths of the texts they receive."""
 
-    def __init__(self, towers: Towers) -> None:
+    def __init__(self, towers):
         self.module, self.widths = towers, list[int]()
 
-    def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
+    def forward(self, image, text):
         self.widths.append(len(text) if isinstance(text, PackedText) else text.shape[1])
         return self.module(image, text)
 
-    def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+    def backward(self, features, gradients):
         torch.autograd.backward(features, gradients)
 
-    def step(self, *, lr_scale: float) -> bool:
+    def step(self, *, lr_scale):
         return True
 
 

@@ -1,10 +1,7 @@
 """Manifests and models of strangers: neither runs code or reads files elsewhere unless the user says so."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import pytest
@@ -20,7 +17,7 @@ from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import create_from
 from pipeline.model.starting_weights import find_start
 from pipeline.model.towers import ModelConfig, check_model
-from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.recipe import load_recipe
 from tests.unit.test_architecture_families import write_text_model, write_tokenizer
 
 OUTSIDE = (
@@ -46,7 +43,7 @@ def test_places_that_need_consent(tmp_path):
 
 
 @pytest.fixture
-def stranger(tmp_path: Path) -> Path:
+def stranger(tmp_path):
     """A data set whose only shard is the output of a command, which would leave a file."""
     folder = tmp_path / "stranger"
     folder.mkdir()
@@ -75,7 +72,7 @@ def test_commands_of_a_manifest_are_not_run(command, stranger, tmp_path, capsys)
 CONSENTS = {"data": {"allow_outside": True}, "evaluation": {"allow_outside": True}}
 
 
-def consents(run: RunConfig) -> list[bool]:
+def consents(run):
     return [run.data.allow_outside, run.evaluation.allow_outside]
 
 
@@ -101,7 +98,7 @@ def test_a_run_of_a_stranger_does_not_consent_for_the_user(tmp_path, caplog, ext
         assert consents(run_of(checkpoint, changes={"data": {"allow_outside": True}})) == [True, False]
 
 
-def description(**text_cfg: Any) -> dict[str, Any]:
+def description(**text_cfg):
     """The config of a small model with a tokenizer of Hugging Face."""
     text = {"context_length": 16, "vocab_size": 200, "width": 32, "heads": 2, "layers": 1, **text_cfg}
     return {"embed_dim": 32, "vision_cfg": {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1,
@@ -118,7 +115,7 @@ class Own(PreTrainedTokenizerFast):
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     """A model folder whose tokenizer comes with code, which leaves the file `ran` when it is imported."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -132,7 +129,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_model(folder: Path, **text_cfg: Any) -> None:
+def write_model(folder, **text_cfg):
     """Complete a model folder with random weights."""
     config = description(hf_tokenizer_name=str(folder), **text_cfg)
     stored = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}

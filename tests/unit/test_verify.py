@@ -55,7 +55,7 @@ def run(*words):
     return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False, catch_exceptions=False)
 
 
-def kinds(root: Path) -> list[tuple[str, str]]:
+def kinds(root):
     return [(problem.shard, problem.kind) for problem in verify(root)]
 
 
@@ -69,18 +69,18 @@ def test_the_command_sums_up(copied):
     assert ("There is a problem with 3 files (2 sha256, 1 missing)" in result.output, result.return_value) == (True, 1)
 
 
-def edit(path: Path, change: Callable[[dict], object]) -> None:
+def edit(path, change):
     tree = json.loads(path.read_text())
     change(tree)
     path.write_text(json.dumps(tree))
 
 
-def sign(path: Path, **fields: object) -> None:
+def sign(path, **fields):
     """Change a record as if it had been written so."""
     path.write_text(replace(Folder(path.parent.parent).read_record(int(path.stem)), **fields).text())
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path, place):
     body = bytearray(path.read_bytes())
     body[place] ^= 255
     path.write_bytes(body)
@@ -193,7 +193,7 @@ def test_an_unfinished_download_has_no_manifest_to_verify(copied):
         verify(copied)
 
 
-def swap(members: dict[str, bytes], *names: str) -> None:
+def swap(members, *names):
     members.update(zip(names, [members[name] for name in reversed(names)], strict=True))
 
 
@@ -201,10 +201,7 @@ PARTS = "consists of jpg, json instead of an image, txt and json"
 OTHER_MEMBERS: list[tuple[Callable[[dict[str, bytes]], object], list[str]]] = [
     (lambda members: members.pop("0000000011.txt"), [f"sample: 0000000011 {PARTS}"]),
     (lambda members: members.pop("0000000007.txt"), [f"sample: 0000000007 {PARTS}"]),
-    (
-        lambda members: members.pop("0000000007.jpg"),
-        ["incomplete: sample 0000000007 has no image, only json, txt"],
-    ),
+    (lambda members: members.pop("0000000007.jpg"), ["incomplete: sample 0000000007 has no image, only json, txt"]),
     (
         lambda members: members.update({"0000000007.png": b"x"}),
         ["sample: 0000000007: the image differs from the stored one"],
@@ -294,11 +291,11 @@ def test_duplicates_are_found_and_removed_from_the_report_as_well(copied, tmp_pa
     assert verify(copied) == []
 
 
-def noise(seed: int) -> bytes:
+def noise(seed):
     return encoded(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)), "PNG")
 
 
-def from_elsewhere(folder: Path, *shards: dict[str, bytes]) -> Path:
+def from_elsewhere(folder, *shards):
     """Tars of pictures with captions, and their manifest."""
     folder.mkdir()
     for number, pictures in enumerate(shards):

@@ -1,7 +1,5 @@
 """Watchers: evaluation order, failures, lost results, stray files, and the templates that call them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -21,7 +19,7 @@ import jobs
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.suite import Suite, open_suite
+from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.evaluation.watcher import (
@@ -44,18 +42,18 @@ CLUSTER = Path(jobs.__file__).parent / "cluster"
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+def suite(tmp_path_factory):
     root = tmp_path_factory.mktemp("mini")
     write_classification(root, TASKS["cifar10"], samples=8)
     return open_suite(root)
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pause(monkeypatch):
     monkeypatch.setattr("pipeline.evaluation.watcher.RETRY_SECONDS", 0.0)
 
 
-def make_watcher(run: Path, suite: Suite, **settings: object) -> tuple[Watcher, list[str]]:
+def make_watcher(run, suite, **settings):
     """A watcher and what it says."""
     config, messages = WatchConfig(**{"interval": 0.01, **settings}), list[str]()
     processes = (World(), torch.device("cpu"))
@@ -64,12 +62,12 @@ def make_watcher(run: Path, suite: Suite, **settings: object) -> tuple[Watcher, 
     return made, messages
 
 
-def states(watcher: Watcher) -> dict[str, str]:
+def states(watcher):
     """How the last attempts at the checkpoints of the only run ended."""
     return {turn.checkpoint.name: turn.last["how"] for turn in watcher.turns() if turn.last}
 
 
-def evaluated(messages: list[str]) -> list[list[int]]:
+def evaluated(messages):
     """Return the steps evaluated in each pass, in order."""
     return [
         [int(step) for step in re.findall(r"step-(\d+)", line)] for line in messages if line.startswith("Evaluating")
@@ -90,7 +88,7 @@ def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_group
     assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in states(watcher))
 
 
-def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
+def replace_checkpoint(run, step, *, weights_of):
     """Put another checkpoint in the place of one, with the dates of the first: only its content tells."""
     path, other = run / f"checkpoints/step-{step:08d}", save_step(run / "other", weights_of)
     dates = (path / "checkpoint.json").stat()
@@ -180,7 +178,7 @@ def test_command_line_errors_name_the_mistake(tmp_path, suite):
     assert command.main(arguments, standalone_mode=False) == 0
 
 
-def calls(text: str) -> list[list[str]]:
+def calls(text):
     """Return the arguments of every `neuclip watch` or `jobs.watch` in a template, without comments or line breaks."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
     found = re.findall(r'(?:(?:neuclip|NEUCLIP)"? watch|jobs\.watch) (.*--suite[^>\n]*)', lines)

@@ -1,7 +1,5 @@
 """Worker processes of loaders: no lock of the parent is copied, scripts need no main guard, and hangs are reported."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -50,23 +48,23 @@ if __name__ == "__main__":
 class LockedImages:
     """Reads with a lock of this module, as libraries do with their own."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def read(self, index: int) -> bytes:
+    def read(self, index):
         if not LOCK.acquire(timeout=10):
             raise TaskError("the lock was copied while it was held: this worker would wait forever")
         LOCK.release()
         return image_bytes(generator(0, "locked"), 1)[1]
 
-    def name(self, index: int) -> str:
+    def name(self, index):
         return str(index)
 
 
 class KillingImages(LockedImages):
     """Its worker dies as of too little memory."""
 
-    def read(self, index: int) -> bytes:
+    def read(self, index):
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 

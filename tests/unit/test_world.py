@@ -1,8 +1,6 @@
 """Timeouts of process groups, refused starts, how a process exits while a group still exists, and work of rank 0 for
 which the others wait."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +23,7 @@ from tests.launch import python
 from tests.thread_world import on_ranks
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group):
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
@@ -57,7 +55,7 @@ def test_a_process_without_launcher_leaves_its_environment_as_it_was(monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
 
-    def failed_run() -> None:
+    def failed_run():
         with start_world():
             assert os.environ["MASTER_PORT"] != "1"
             raise KeyError("a failed run")
@@ -74,11 +72,7 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path, monkeypatc
         pass  # the lock is released on exit
     monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
     refused = rf"training in .* \(.*, process {os.getpid()}\): stop it first"
-    with (
-        file_lock(tmp_path / ".lock"),
-        pytest.raises(UserError, match=refused),
-        hold_folder(run, world=World()),
-    ):
+    with file_lock(tmp_path / ".lock"), pytest.raises(UserError, match=refused), hold_folder(run, world=World()):
         pass
     with hold_folder(run, world=World()):
         pass
@@ -147,10 +141,10 @@ def test_a_process_leaves_with_its_message_and_code_and_no_shutdown_that_hangs(n
 def test_the_others_wait_for_the_work_of_rank_0_or_its_error():
     """As the heartbeats see it, rank 0 is behind meanwhile, so that it is named if it makes no progress."""
 
-    def full() -> None:
+    def full():
         raise UserError("the folder is full")
 
-    def program(world: World) -> tuple[tuple[str, int] | None, int, str]:
+    def program(world):
         object.__setattr__(world, "phases", Phases(torch.device("cpu")))
         marks = lambda: world.phases.latest.count  # noqa: E731
         done, error = world.work_on_main(lambda: ("done", marks())), ""

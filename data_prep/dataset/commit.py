@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -123,6 +124,11 @@ def recover(folder: Folder, shards: Collection[int] | None = None, *, allow_outs
     places = [folder.root / name for name in _ON_OTHER_DISKS]
     if shards is None:
         places += [real_path(folder.root, place, allow_outside=allow_outside) for place in (folder.root, folder.plan)]
+        # Copies and spools of a killed command may hold samples that are removed now.
+        if folder.is_converted:
+            shutil.rmtree(folder.plan / "work", ignore_errors=True)
+        for path in folder.locks.glob("worker-*/*.spool") if folder.is_download else ():
+            real_path(folder.root, path, allow_outside=allow_outside).unlink()
     for place in places:
         delete_leftovers(place, stems)
 

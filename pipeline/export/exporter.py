@@ -196,8 +196,12 @@ def _export_onnx(folder: Path, side: str, towers: Towers, example: Tensor) -> fl
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel for inference, which no exporter supports
     try:
-        options: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "external_data": False, "verbose": False}
-        torch.onnx.export(tower, (example,), path, input_names=[side], output_names=["features"], **options)
+        named: dict[str, Any] = {"input_names": [side], "output_names": ["features"]}
+        program = torch.onnx.export(tower, (example,), **named, dynamic_shapes=shapes, dynamo=True, verbose=False)
+        assert program is not None
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # stack traces, with the paths of this machine
+        program.save(path, external_data=False)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         batches = (example, example[:2])  # of another size, too
         outputs = [torch.from_numpy(session.run(None, {side: x.numpy()})[0]) for x in batches]

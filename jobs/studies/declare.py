@@ -134,9 +134,29 @@ def load_study(name: str) -> Study:
     return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
 
 
+@section
+class Corpus:
+    """A built-in corpus: training pairs, held-out images of a task, and the side of the images in pixels."""
+
+    pairs: int = Field(ge=1)
+    held_out: int = Field(ge=1)
+    image_size: int = Field(ge=1)
+
+
+@section
+class SizeFacts:
+    """What all studies of a size share, as described in `sizes.yaml`."""
+
+    anchors: int
+    ranks: int = Field(ge=1)
+    defaults: tuple[str, ...]
+    set: tuple[str, ...]
+    corpora: dict[str, Corpus] = field(default_factory=dict)
+
+
 def load_size(name: str) -> dict[str, Any]:
-    """What all studies of a size share, from `sizes.yaml`, where its keys are described."""
-    return cfg.read_yaml(FOLDER / "sizes.yaml")[name]
+    """The `SizeFacts` of a size as plain values; a `UserError` if sizes.yaml has another key or value."""
+    return cfg.to_tree(cfg.parse(SizeFacts, cfg.read_yaml(FOLDER / "sizes.yaml")[name], prefix=f"sizes.yaml: {name}"))
 
 
 def size_of(study: Study, size: str) -> Size:

@@ -44,6 +44,18 @@ def test_every_study_gives_distinct_runs_at_every_size(name):
         assert size != "desk" or not grouped or {unit.arm for unit in units} <= grouped, "an arm is in no figure"
 
 
+def test_wrong_keys_and_values_of_a_size_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(declare, "FOLDER", tmp_path)
+    for wrong, message in (
+        ("rnks: 1", "nearest valid key is .*ranks"),
+        ("ranks: 0", "ranks = 0"),
+        ("", "ranks is required"),
+    ):
+        (tmp_path / "sizes.yaml").write_text(f"desk: {{anchors: 8, defaults: [], set: [], {wrong}}}")
+        with pytest.raises(UserError, match=message):
+            declare.load_size("desk")
+
+
 def test_all_ablations_of_the_paper_are_included():
     """NeuCLIP Tables 17 to 21: the values of T_r, T_u and m, at the learning rate of Table 4."""
     runs = [unit.run.objective for unit in units_of("npn", size="paper") if unit.setting == "dfn14m" and not unit.seed]

@@ -24,7 +24,7 @@ unexport PYTHON
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   from URLs to an evaluated NeuCLIP model and its report, on the built-in corpus (about 10 minutes)"
+	@echo "make demo   from URLs to an evaluated NeuCLIP model and its report, on the built-in corpus (about 15 minutes)"
 	@echo "make test   the whole test suite"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in build/site"

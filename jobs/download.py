@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.plan import counted
 from jobs.recipe_option import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     config = parse(DownloadConfig, merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))
     if plan_only:
         _, plan = prepare(config, on_note=_note)
-        click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
+        click.echo(
+            f"{plan.rows:,} of {plan.seen:,} rows in {counted(plan.shards, 'shard')}; digest {plan.digest[:16]}."
+        )
         return
     try:
         with download_progress() as show:
@@ -62,7 +65,7 @@ def summary(manifest: Manifest, folder: Path) -> str:
 
     head = (
         f"{manifest.n:,} of {manifest.attempted:,} URLs gave a sample ({manifest.n / manifest.attempted:.1%}), "
-        f"{len(manifest.shards):,} shards, {manifest.bytes / 1e6:,.1f} MB in {folder}"
+        f"{counted(len(manifest.shards), 'shard')}, {manifest.bytes / 1e6:,.1f} MB in {folder}"
     )
     lines = [head]
     failures = Counter(manifest.failures)

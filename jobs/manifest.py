@@ -7,6 +7,8 @@ from collections import Counter
 
 import click
 
+from jobs.plan import contents
+
 
 @click.command(name="manifest")
 @click.argument("folder", type=click.Path(file_okay=False))
@@ -34,8 +36,7 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         )
     unusable = Counter(manifest.facts["unusable"])
     click.echo(
-        f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: "
-        f"{folder}/manifest.json (to look at them: neuclip report {shlex.quote(str(folder))})"
+        f"{contents(manifest)}: {folder}/manifest.json (to look at them: neuclip report {shlex.quote(str(folder))})"
     )
     for name, problem in manifest.facts["left out"].items():
         click.echo(f"  left out: {name} {problem}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from jobs.plan import counted
 from pipeline.cores import usable_cores
 
 FROM_SCRATCH = 100_000
@@ -77,12 +78,11 @@ def command(source: str, output: Path, captions: str, header: str | None, proces
     with progress_bar("rows") as show:
         outcome = make_shards(source, output, options, on_rows=show, on_note=click.echo)
     manifest = outcome.manifest
-    megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
     if not outcome.converted:
         click.echo("Nothing has changed since the last time, and nothing was left to do.")
     click.echo(
-        f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {shards:,} shard{'s' * (shards != 1)}, "
-        f"{megabytes:,.1f} MB in {output}"
+        f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: "
+        f"{counted(len(manifest.shards), 'shard')}, {manifest.bytes / 1e6:,.1f} MB in {output}"
     )
     for reason, count in Counter(manifest.failures).most_common():
         rows = [(place, detail) for place, name, detail in outcome.dropped if name == reason]

@@ -10,6 +10,7 @@ import click
 from jobs.recipe_option import TRAINING, FiniteRange, RecipePath, load_run
 
 if TYPE_CHECKING:
+    from pipeline.data.shards.manifest_format import Manifest
     from pipeline.planning.run_plan import RunPlan
     from pipeline.training.recipe import RunConfig
 
@@ -143,6 +144,12 @@ def _size(count: float, unit: str = "B") -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, such as `1 step`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def contents(manifest: Manifest) -> str:
+    """How many shards, samples and bytes a manifest lists."""
+    shards, samples = counted(len(manifest.shards), "shard"), counted(manifest.n, "sample")
+    return f"{shards}, {samples}, {manifest.bytes / 1e6:,.1f} MB"
 
 
 def _hours(hours: float) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from jobs.plan import contents, counted
+
 EXIT_PROBLEMS = 1
 _SHOWN = 20
 
@@ -65,8 +67,7 @@ def command(
         click.echo(str(problem))
     if not problems:
         manifest = local_manifest(folder, allow_outside=allow_outside)
-        size = f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB"
-        click.echo(f"{size}: everything matches.")
+        click.echo(f"{contents(manifest)}: everything matches.")
         return 0
     files = len({problem.shard for problem in problems})
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(p.kind for p in problems).most_common())
@@ -142,9 +143,8 @@ def _remove(folder: str, names: str, *, allow_outside: bool) -> int:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
     matched = len(listed) - len(done.missing)
-    click.echo(
-        f"{matched:,} of {len(listed):,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
-    )
+    removed = f"{counted(done.samples, 'sample')} removed from {counted(done.shards, 'shard')}"
+    click.echo(f"{matched:,} of {counted(len(listed), 'name')} found, {removed}.")
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")
     else:

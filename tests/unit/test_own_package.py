@@ -91,7 +91,7 @@ def test_the_commands_use_what_a_package_adds(tmp_path):
     done = python(str(tmp_path / "program.py"), json.dumps(commands), timeout=600, PYTHONPATH=path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Objectives: margin" in done.stdout
-    assert "1 of 1 rows in 1 shards" in done.stdout
+    assert "1 of 1 rows in 1 shard;" in done.stdout
     assert "margin on tiny-towers" in done.stdout
     losses = [record["loss"] for record in metrics(run, "train")]
     assert len(losses) == 4

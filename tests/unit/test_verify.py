@@ -325,7 +325,7 @@ def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path
     assert "1 group of exact duplicates with 2 samples: 00000.tar:s0 = 00001.tar:s1" in output
     assert "0 near duplicates of an earlier sample" in output
     assert (tmp_path / "list").read_text().split() == ["00001.tar:s1"]
-    assert "1 samples removed from 1 shards" in run(folder, "--remove", tmp_path / "list").output
+    assert "1 sample removed from 1 shard." in run(folder, "--remove", tmp_path / "list").output
 
 
 def test_names_of_any_bytes_are_found_and_removed(tmp_path):

@@ -267,7 +267,10 @@ class RunState:
 
         Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
         """
-        self.loader.load_state_dict(checkpoint.meta["data"])
+        data, size = checkpoint.meta["data"], self.architecture.image_size
+        if self.run.schedule.stages:  # the loader need not warn of the image size that they change
+            data = {**data, "pixels": {**data["pixels"], "image size": size}}
+        self.loader.load_state_dict(data)
         self.skipped = SkippedSteps(**checkpoint.meta["faults"])
         self.features = dict(checkpoint.meta.get("features", {}))
         self.position = self.loader.position

@@ -25,7 +25,7 @@ GAMMA = 0x9E3779B97F4A7C15
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for; different purposes never share a draw."""
+    """What a number is drawn for; different purposes never share a draw. The values determine the order: keep them."""
 
     PERMUTE = 1
     INTERLEAVE = 3

@@ -94,8 +94,9 @@ def check_gpus() -> Iterator[DoctorFinding]:
     import torch
 
     from pipeline.distributed.devices import why_bf16_is_slow
+    from pipeline.engine.engine_config import EngineConfig, in_fp32
 
-    in_fp32 = "use engine.deepspeed=zero1_fp32"
+    advice = f"use engine.deepspeed={in_fp32(EngineConfig())}"
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
             found = f"a driver is installed, but torch {torch.__version__} sees no GPU"
@@ -104,7 +105,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
             return
         yield DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")
         if slow := why_bf16_is_slow(torch.device("cpu")):
-            yield DoctorFinding("bf16", "note", slow.rstrip("."), in_fp32)
+            yield DoctorFinding("bf16", "note", slow.rstrip("."), advice)
         return
     for index in range(torch.cuda.device_count()):
         gpu = f"GPU {index}"
@@ -117,7 +118,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
             remedy = "see nvidia-smi: another program holds it, or it needs a reset"
             yield DoctorFinding(gpu, "broken", f"it cannot be used: {in_a_line(error)}", remedy)
             continue
-        text, remedy = (f"{text}, no bf16", in_fp32) if slow else (text, "other processes hold memory: see nvidia-smi")
+        text, remedy = (f"{text}, no bf16", advice) if slow else (text, "other processes hold memory: see nvidia-smi")
         busy = slow or free < 0.9 * total
         yield DoctorFinding(gpu, "note" if busy else "good", text, remedy if busy else "")
 

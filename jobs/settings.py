@@ -270,7 +270,8 @@ def _kind(hint: Any) -> str:
     if origin is dict:
         return "mapping"
     if is_dataclass(hint):
-        return f"path or `{{{', '.join(hint.__pydantic_fields__)}}}`"  # type: ignore[union-attr]
+        fields = hint.__pydantic_fields__  # type: ignore[union-attr]
+        return f"{'path or ' * ('manifest' in fields)}`{{{', '.join(fields)}}}`"
     return {str: "string", bool: "`true` or `false`", int: "integer", float: "number"}.get(hint, str(hint))
 
 

@@ -122,7 +122,7 @@ def start_lines(run: RunConfig, *, pairs: int | None, ranks: int, scaled: Mappin
     on_cpu = run.engine.device == "cpu" or not torch.cuda.is_available()
     device = "CPU" if on_cpu else torch.cuda.get_device_name()
     trained = towers.trained_parameters
-    some = f", {trained / 1e6:,.1f}M of them trained" if trained < towers.parameters else ""
+    some = f", {trained:,} of them trained" if trained < towers.parameters else ""
     was = f" = {scaled['optimizer.lr']}" if "optimizer.lr" in scaled else ""
     steps, output = run.total_steps, shlex.quote(run.output)
     board = f", or tensorboard --logdir {output}" if run.telemetry.tensorboard else ""

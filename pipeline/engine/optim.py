@@ -263,11 +263,11 @@ class ScheduleConfig:
     """The learning rate over time: linear warm-up from 0 to `optimizer.lr`, then a decay."""
 
     kind: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: "cosine" decays to 0, "constant" stays at the peak until the cool-down."""
+    """After the warm-up: `cosine` decays to 0, `constant` stays at the peak until the cool-down."""
     warmup_steps: int = Field(default=500, ge=0)
     """Steps of linear warm-up."""
     cooldown_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the run at its end in which a "constant" rate falls to 0, as 1 - sqrt of the share of the cool-down that
+    """Share of the run at its end in which a `constant` rate falls to 0, as 1 - sqrt of the share of the cool-down that
     has passed (2405.18392)."""
     stages: tuple[StageConfig, ...] = ()
     """Cheaper stages at the start of the run, in order; after the last, training goes on with the `model` section. A

@@ -54,7 +54,7 @@ class RecipeKeys:
 
 @section
 class ScheduleKeys:
-    """As `RecipeKeys`, in the section `schedule`."""
+    """Keys of recipes in the section `schedule`."""
 
     warmup_share: float | None = Field(default=None, gt=0, le=1)
     """Share of the run that is warm-up, instead of `schedule.warmup_steps`."""

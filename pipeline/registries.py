@@ -30,7 +30,7 @@ def load_entry_points(group: str, *, what: str) -> None:
         except Exception as error:  # anything may be wrong with a package of a user's own
             raise UserError(
                 f"The {what} {point.name!r} ({point.value}, an entry point of {group}) cannot be imported: "
-                f"{type(error).__name__}: {error}. Mend or uninstall its package."
+                f"{type(error).__name__}: {error}. Fix or uninstall its package."
             ) from error
 
 

@@ -293,5 +293,5 @@ def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
     """The files with wanted names below a folder. Refuses a link to nothing, a pipe or a device."""
     files = [path for path in files_below(folder) if wanted(path.name)]
     if odd := [path for path in files if not path.is_file()]:
-        raise UserError(f"{odd[0]} is not a file, nor a link to one: mend it, or move it away.")
+        raise UserError(f"{odd[0]} is not a file, nor a link to one: fix it, or move it away.")
     return files

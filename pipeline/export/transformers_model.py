@@ -69,6 +69,7 @@ def write_transformers(
         raise UserError(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
+    transformers.utils.logging.disable_progress_bar()
     siglip = is_siglip(model.architecture.model_cfg)
     kind = "Siglip" if siglip else "CLIP"
     model_of, config_of, processor_of = (getattr(transformers, kind + s) for s in ("Model", "Config", "ImageProcessor"))

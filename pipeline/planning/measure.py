@@ -103,7 +103,7 @@ def _measure(trainer: Trainer, run: RunConfig, *, ranks: int, seconds: float) ->
         bottleneck = f"data: steps alone are {step / training:.1f}x as fast: more data.workers, if there are cores for "
         bottleneck += "them, or smaller images"
     return {
-        "MEASURED": f"one rank, {local} pairs a step, {world.cores} cores, {trainer.state.loader.workers} workers",
+        "MEASURED": f"one rank, {local} pairs a step, {world.cores} cores, data.workers={trainer.state.loader.workers}",
         "loader alone": f"{loader:,.1f} samples/s",
         "steps alone": f"{step:,.1f} samples/s ({shares})",
         "together": f"{training:,.1f} samples/s, {waited:.0%} waiting for data",

@@ -271,7 +271,7 @@ class Trainer:
         saved, reason = self.saver.step, str(end)
         if end.code == EXIT_USER_ERROR:
             if saved:
-                reason += f" The run is saved up to step {saved}: when that is mended, continue with --resume latest."
+                reason += f" The run is saved up to step {saved}: when that is fixed, continue with --resume latest."
             raise UserError(reason)
         if (count := self.state.skipped.in_a_row) and self.state.step == self.run.total_steps:
             self.telemetry.warning(

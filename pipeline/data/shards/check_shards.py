@@ -157,7 +157,7 @@ def caption_notes(tokens_bL: Tensor, *, tokenize: Callable[[list[str]], Tensor],
     repeated = (counts[inverse] > 1).double().mean().item()
     if repeated >= LEAST_SHARE and not masked:
         notes.append(
-            f"{repeated:.0%} of {of} captions are there more than once, and equal texts are each other's negatives: "
+            f"{repeated:.0%} of {of} captions occur more than once, and equal texts are each other's negatives: "
             "objective.mask_equal=true leaves them out."
         )
     return notes

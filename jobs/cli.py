@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -114,6 +115,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     use_expandable_segments()
     # Imports create half a million objects: with Python's threshold of 700, collections are an eighth of a start.
     gc.set_threshold(20_000, 10, 10)
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # by default, lines begin with the module's name
     # Child processes (`python -m ...`) import our packages, and not a `pipeline.py` of the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

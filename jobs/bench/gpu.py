@@ -14,7 +14,8 @@ Needs no network and no data. The parts:
     tests      tests/unit/test_cuda.py
 
 The results are written after each measurement, so that an interrupted program keeps them. A measurement that fails or
-exceeds its limit is recorded, and the next one begins. Exit code 1: one failed.
+exceeds its limit is recorded, and the next one begins; after a limit the rest runs in a new process. Exit code 1: one
+failed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import logging
 import os
 import shutil
@@ -56,6 +58,7 @@ from pipeline.run_files import METRICS_NAME, read_records
 from pipeline.versions import source_commit, versions
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("b16", "b32", "run", "network", "tests")
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
 BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 120.0, 90.0, 150.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
@@ -73,7 +76,8 @@ class Results:
     """For all measurements."""
     measured: dict[str, Any] = field(default_factory=dict)
     """By part and measurement."""
-    failed: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    """A measurement was stopped at its limit. In torch.compile that can break torch for the rest of the process."""
 
     def __post_init__(self) -> None:
         machine: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
@@ -85,13 +89,23 @@ class Results:
         self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine}
         self.write()
 
+    @property
+    def failed(self) -> list[str]:
+        """Part and name of each measurement that failed."""
+        named = ((f"{part}, {name}", one) for part, ones in self.measured.items() for name, one in ones.items())
+        return [name for name, one in named if one["status"].startswith("failed")]
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds - (time.monotonic() - self._start)
+
     def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
         """Record what `call` returns, or why there is nothing, and return it; it has as many seconds, or what is left.
 
         What cannot be written as JSON (a contender) is not recorded.
         """
         begin, value, warned = time.monotonic(), None, BufferingHandler(10**6)
-        limit = min(seconds, self.seconds - (begin - self._start))
+        limit = min(seconds, self.seconds_left)
         outcome: dict[str, Any] = {"status": "done"}
         if limit < 1:
             outcome["status"] = "left out: no time was left"
@@ -108,7 +122,7 @@ class Results:
                 value = call()
             except (Exception, OutOfTime) as error:
                 outcome["status"] = f"failed: {type(error).__name__}: {error}"[:2000]
-                self.failed.append(f"{part}, {name}")
+                self.interrupted |= isinstance(error, OutOfTime)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
@@ -247,11 +261,25 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     }
 
 
+def take(results: Results, chosen: dict[str, Callable[[], None]]) -> None:
+    """Measure these parts. After an interrupted one, a new process takes the place of this one."""
+    for number, part in enumerate(chosen.values(), 1):
+        part()
+        if results.interrupted and (rest := [*chosen][number:]):
+            words = ["--output", str(results.path), "--add", "--seconds", str(results.seconds_left), "--only", *rest]
+            command = [sys.executable, "-m", "jobs.bench.gpu", *words, *["--tiny"] * results.tiny]
+            os.execve(sys.executable, command, without_launcher(os.environ))
+        torch.compiler.reset()  # engines and compiled programs refer to each other
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
-    parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=540.0, help="for all measurements, without the start [540]")
+    parser.add_argument("--add", action="store_true", help="add to the file of an earlier call")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
     if not args.tiny and not torch.cuda.is_available():
@@ -261,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.touch(exist_ok=False)
+        measured = json.loads(args.output.read_bytes())["parts"] if args.add else {}
+        args.output.touch(exist_ok=args.add)
     except OSError as error:
         raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
     use_expandable_segments()
@@ -269,14 +298,9 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore", category=UserWarning)
-    results = Results(args.output, args.tiny, args.seconds)
+    results = Results(args.output, args.tiny, args.seconds, measured)
     with start_world(device="cpu" if args.tiny else "cuda") as world:
-        for name, take in parts(results, world=world).items():
-            if not args.only or name in args.only:
-                take()
-                torch.compiler.reset()  # engines and compiled programs refer to each other
-                gc.collect()
-                torch.cuda.empty_cache()
+        take(results, {name: part for name, part in parts(results, world=world).items() if name in args.only})
     print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
     return 1 if results.failed else 0
 

@@ -1,5 +1,6 @@
 """The benchmarks of steps: their contenders and texts, and the GPU's, which runs in a tiny form on a CPU."""
 
+import functools
 import json
 import logging
 import os
@@ -81,6 +82,25 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path, monkeypa
     assert [one.get("warnings") for one in written["parts"]["a"].values()] == [["trained uncompiled"], None, None]
     assert results.failed == ["a, bad", "a, long"]
     assert written["machine"]["versions"]["torch"]
+
+
+def test_after_a_limit_the_rest_is_measured_in_a_new_process(tmp_path, monkeypatch):
+    """Regression test: stopped in torch.compile, torch 2.11 failed in all that came later in the process."""
+    results, commands = gpu.Results(tmp_path / "gpu.json", tiny=True, seconds=30.0), []
+
+    def replaced(_, words, environment):
+        commands.append(words[3:])
+        sys.exit()
+
+    monkeypatch.setattr(os, "execve", replaced)
+    long = functools.partial(results.measure, "b32", "long", lambda: time.sleep(60), seconds=1)
+    with pytest.raises(SystemExit):
+        gpu.take(results, {"b16": lambda: None, "b32": long, "run": lambda: None, "tests": lambda: None})
+    (words,) = commands
+    assert 20 < float(words.pop(4)) < 29
+    assert shlex.join(words) == f"--output {results.path} --add --seconds --only run tests --tiny"
+    gpu.take(results, {"tests": long})  # nothing is left
+    assert len(commands) == 1
 
 
 def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):

@@ -60,7 +60,7 @@ from pipeline.versions import source_commit, versions
 ROOT = Path(__file__).parents[2]
 PARTS = ("b16", "b32", "run", "network", "tests")
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
-BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 120.0, 90.0, 150.0
+BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 120.0, 90.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
 AGAIN_SECONDS = 5.0
 """A measurement that ignores its limit, as in a bare `except`, is stopped again after as long."""

@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=540.0, help="for all measurements, without the start [540]")
-    parser.add_argument("--add", action="store_true", help="add to the file of an earlier call")
+    parser.add_argument("--add", action="store_true", help="add to the file of an earlier call on this machine")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
     if not args.tiny and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What one GPU shows in a planned 11 minutes, most valuable first, as one JSON file.
+"""What one GPU shows in 9 minutes and the program's start, most valuable first, as one JSON file.
 
     python -m jobs.bench.gpu --output gpu.json
     python -m jobs.bench.gpu --output again.json --only run       one part
@@ -7,13 +7,15 @@
 Needs no network and no data. The parts:
 
     b16, b32   ViT-B/16 at 640 pairs and ViT-B/32 at 1,024 with default settings against open_clip's trainer, eager and
-               compiled (B/16 also with whole texts); device time by kind of kernel and gaps between kernels
-    run        a whole run of ViT-B/32 with loader, checkpoint and one evaluation, and its continuation
-    network    the extra time of NeuCLIP for 640 of 5,120 gathered pairs
+               compiled; device time by kind of kernel and gaps between kernels
+    run        a whole run of ViT-B/32, compiled as a long one, with loader, checkpoint and one evaluation, and its
+               continuation
+    network    the extra time of NeuCLIP for 640 of 5,120 gathered pairs, and the MFU of ViT-B/16 with whole texts
     tests      tests/unit/test_cuda.py
 
 The results are written after each measurement, so that an interrupted program keeps them. A measurement that fails or
-exceeds its limit is recorded, and the next one begins. Exit code 1: one failed.
+exceeds its limit is recorded, and the next one begins; after a limit the rest runs in a new process. Exit code 1: one
+failed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import logging
 import os
 import shutil
@@ -33,6 +36,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,11 +58,12 @@ from pipeline.run_files import METRICS_NAME, read_records
 from pipeline.versions import source_commit, versions
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("b16", "b32", "run", "network", "tests")
 FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "cpu_ms", "time_")
-BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 150.0, 120.0, 180.0
+BUILD_SECONDS, MEASURE_SECONDS, RUN_SECONDS = 120.0, 90.0, 180.0
 """Limits: to build a contender and compile it, for rounds of steps or a trace, and for a command."""
-TOTAL_SECONDS = 630.0
-"""Of all measurements, without imports."""
+AGAIN_SECONDS = 5.0
+"""A measurement that ignores its limit, as in a bare `except`, is stopped again after as long."""
 
 
 @dataclass
@@ -71,7 +76,8 @@ class Results:
     """For all measurements."""
     measured: dict[str, Any] = field(default_factory=dict)
     """By part and measurement."""
-    failed: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    """A measurement was stopped at its limit. In torch.compile that can break torch for the rest of the process."""
 
     def __post_init__(self) -> None:
         machine: dict[str, Any] = {"cores": usable_cores(), "commit": source_commit(), "versions": versions()}
@@ -83,13 +89,23 @@ class Results:
         self._start, self._facts = time.monotonic(), {"tiny": self.tiny, "machine": machine}
         self.write()
 
+    @property
+    def failed(self) -> list[str]:
+        """Part and name of each measurement that failed."""
+        named = ((f"{part}, {name}", one) for part, ones in self.measured.items() for name, one in ones.items())
+        return [name for name, one in named if one["status"].startswith("failed")]
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds - (time.monotonic() - self._start)
+
     def measure(self, part: str, name: str, call: Callable[[], Any], *, seconds: float) -> Any:
         """Record what `call` returns, or why there is nothing, and return it; it has as many seconds, or what is left.
 
         What cannot be written as JSON (a contender) is not recorded.
         """
-        begin, value = time.monotonic(), None
-        limit = min(seconds, self.seconds - (begin - self._start))
+        begin, value, warned = time.monotonic(), None, BufferingHandler(10**6)
+        limit = min(seconds, self.seconds_left)
         outcome: dict[str, Any] = {"status": "done"}
         if limit < 1:
             outcome["status"] = "left out: no time was left"
@@ -100,16 +116,20 @@ class Results:
                 raise OutOfTime(f"not done after {limit:.0f} s")
 
             before = signal.signal(signal.SIGALRM, stop)
-            signal.setitimer(signal.ITIMER_REAL, limit)
+            signal.setitimer(signal.ITIMER_REAL, limit, AGAIN_SECONDS)
+            logging.getLogger().addHandler(warned)
             try:
                 value = call()
             except (Exception, OutOfTime) as error:
                 outcome["status"] = f"failed: {type(error).__name__}: {error}"[:2000]
-                self.failed.append(f"{part}, {name}")
+                self.interrupted |= isinstance(error, OutOfTime)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
+                logging.getLogger().removeHandler(warned)
         outcome["seconds"] = round(time.monotonic() - begin, 1)
+        if warned.buffer:  # such as that the towers cannot be compiled
+            outcome["warnings"] = [record.getMessage()[:500] for record in warned.buffer]
         if isinstance(value, dict):
             outcome["result"] = value
         self.measured.setdefault(part, {})[name] = outcome
@@ -128,13 +148,15 @@ class OutOfTime(BaseException):
 def steps(results: Results, part: str, words: Sequence[str], *, world: World, traced: bool = True) -> None:
     """Steps of all contenders of `jobs.bench.train` in turns, and a trace of ours."""
     args = train.options().parse_args(words)
+    data = results.measure(part, "data", lambda: train.make_data(args), seconds=MEASURE_SECONDS)
     with ExitStack() as stack:
-        builders = train.contenders(args, train.make_data(args), world=world, stack=stack)
+        builders = train.contenders(args, data, world=world, stack=stack) if data else {}
         built = {}
         for name in reversed(builders):  # building one of ours drops programs that were compiled before
             if contender := results.measure(part, name, builders[name], seconds=BUILD_SECONDS):
                 built[name] = contender
-        built = {name: built[name] for name in builders if name in built}
+        if not (built := {name: built[name] for name in builders if name in built}):
+            return
         results.measure(part, "steps", lambda: train.compare(args, built, world.device), seconds=MEASURE_SECONDS)
         if traced and (ours := built.get("ours, openclip")):
             path = results.path.with_name(f"{results.path.stem}-{part}.json.gz")
@@ -147,9 +169,12 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
     samples, side, distinct, steps = (64, 40, 8, 6) if results.tiny else (4096, 256, 128, 150)
     with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as folder:
         work, shards, run = Path(folder), Path(folder) / "shards", Path(folder) / "run"
-        shards.mkdir()
-        make_shards(shards, shards=8, samples=samples // 8, shorter=side, distinct=distinct)
-        write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+
+        def make() -> None:
+            shards.mkdir()
+            make_shards(shards, shards=8, samples=samples // 8, shorter=side, distinct=distinct)
+            write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+
         command = [
             "-m", "jobs.cli", "train", f"output={run}", f"data.sources={shards}", "objective.name=neuclip",
             f"batch_size={batch}", "schedule.warmup_steps=2", f"checkpoint.every={steps // 3}",
@@ -165,6 +190,7 @@ def whole_run(results: Results, part: str, settings: Sequence[str], *, batch: in
 
             results.measure(part, name, take, seconds=RUN_SECONDS)
 
+        results.measure(part, "data", make, seconds=MEASURE_SECONDS)
         train("start", steps * 2 // 3)
         train("resume", steps, "--resume", "latest")
 
@@ -214,6 +240,7 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     b16, b32 = ["--arch", "ViT-B-16", "--batch", "640"], ["--arch", "ViT-B-32", "--batch", "1024"]
     gathered = ["--arch", "ViT-B-16", "--batch", "5120", "--ranks", "8", "--captions", "full"]
     run = ["model.arch=ViT-B-32", "engine.device=cuda", "data.workers=12", "objective.prototypes=1024"]
+    run += ["model.compile=true", "objective.npn_compile=true"]  # `auto` compiles in longer runs
     if results.tiny:
         rounds = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--threads", "1"]
         b16 = b32 = ["--arch", "scenes-vit-micro", "--batch", "8"]
@@ -221,14 +248,12 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
         run = ["model.arch=scenes-vit-micro", "engine.device=cpu", "data.streams=4", "data.workers=0"]
         run += ["objective.prototypes=16", "evaluation.workers=0"]
     openclip = ["--objectives", "openclip", *rounds]
-    for compiled in ("",) if results.tiny else ("", " objective.npn_compile=true"):
-        for update in ("replicated", "prototypes"):  # every rank updates the whole network, or its own prototypes
-            gathered += ["--variant", f"objective.name=neuclip objective.npn_update={update}{compiled}"]
-    whole = ["--variant", "model.text_batching=whole"]
+    for update in ("replicated", "prototypes"):  # every rank updates the whole network, or its own prototypes
+        gathered += ["--variant", f"objective.name=neuclip objective.npn_update={update}"]
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py")
     tests = functools.partial(program, *words, tiny=results.tiny)
     return {
-        "b16": lambda: steps(results, "b16", [*b16, *whole, *openclip], world=world),
+        "b16": lambda: steps(results, "b16", [*b16, *openclip], world=world),
         "b32": lambda: steps(results, "b32", [*b32, *openclip], world=world),
         "run": lambda: whole_run(results, "run", run, batch=16 if results.tiny else 1024),
         "network": lambda: steps(results, "network", [*gathered, *openclip], world=world, traced=False),
@@ -236,10 +261,25 @@ def parts(results: Results, *, world: World) -> dict[str, Callable[[], None]]:
     }
 
 
+def take(results: Results, chosen: dict[str, Callable[[], None]]) -> None:
+    """Measure these parts. After an interrupted one, a new process takes the place of this one."""
+    for number, part in enumerate(chosen.values(), 1):
+        part()
+        if results.interrupted and (rest := [*chosen][number:]):
+            words = ["--output", str(results.path), "--add", "--seconds", str(results.seconds_left), "--only", *rest]
+            command = [sys.executable, "-m", "jobs.bench.gpu", *words, *["--tiny"] * results.tiny]
+            os.execve(sys.executable, command, without_launcher(os.environ))
+        torch.compiler.reset()  # engines and compiled programs refer to each other
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
-    parser.add_argument("--only", nargs="+", metavar="PART", choices=("b16", "b32", "run", "network", "tests"))
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS)
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all measurements, without the start [540]")
+    parser.add_argument("--add", action="store_true", help="add to the file of an earlier call on this machine")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny form on the CPU")
     args = parser.parse_args(argv)
     if not args.tiny and not torch.cuda.is_available():
@@ -249,22 +289,18 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.touch(exist_ok=False)
+        measured = json.loads(args.output.read_bytes())["parts"] if args.add else {}
+        args.output.touch(exist_ok=args.add)
     except OSError as error:
         raise SystemExit(f"{args.output} cannot be written ({error.strerror}): give --output another name.") from None
     use_expandable_segments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # which ends a command that runs, too
-    logging.disable(logging.WARNING)
+    logging.disable(logging.INFO)
     warnings.filterwarnings("ignore", category=UserWarning)
-    results = Results(args.output, args.tiny, TOTAL_SECONDS)
+    results = Results(args.output, args.tiny, args.seconds, measured)
     with start_world(device="cpu" if args.tiny else "cuda") as world:
-        for name, take in parts(results, world=world).items():
-            if not args.only or name in args.only:
-                take()
-                torch.compiler.reset()  # engines and compiled programs refer to each other
-                gc.collect()
-                torch.cuda.empty_cache()
+        take(results, {name: part for name, part in parts(results, world=world).items() if name in args.only})
     print(f"{args.output} is written." + (f" Failed: {'; '.join(results.failed)}." if results.failed else ""))
     return 1 if results.failed else 0
 

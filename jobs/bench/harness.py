@@ -24,10 +24,10 @@ from jobs.cli import use_expandable_segments
 T = TypeVar("T")
 Value = float | str | None
 KINDS = {
+    "compiled": r"^triton",  # names list the operators that a kernel fuses
     "attention": r"flash|fmha|sdpa|attention",
     "convolutions": r"conv|wgrad|dgrad|fprop|nchwToNhwc|nhwcToNchw",
     "products": r"gemm|nvjet|cutlass|cublas|splitK|gemv|tensorop",
-    "compiled": r"^triton",
     "layer norms": r"layer_?norm|GammaBeta",
     "optimizer": r"multi_tensor|adam",
     "casts and copies": r"copy|CatArray|LoadWithCast",
@@ -108,12 +108,16 @@ def show(head: str, columns: Mapping[str, str], rows: Mapping[str, Sequence[Valu
 
 
 def trace_steps(run: Callable[[int], None], steps: int, *, path: Path) -> dict[str, Any]:
-    """Take steps in the profiler, keep the trace at `path` (.json.gz, for https://ui.perfetto.dev), and sum it up."""
+    """Take steps in the profiler after one that warms it up, keep the trace at `path` (.json.gz, for
+    https://ui.perfetto.dev), and sum it up."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(
+        activities=activities, schedule=torch.profiler.schedule(wait=0, warmup=1, active=1)
+    ) as profile:
+        run(1)
+        profile.step()
         run(steps)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

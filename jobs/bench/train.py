@@ -206,9 +206,10 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
     bf16 = args.precision == "bf16"
     settings = SimpleNamespace(
         device=str(device), precision="amp_bf16" if bf16 else "fp32", distill=False,
-        accum_freq=1, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
-        log_local=False, log_every_n_steps=10**9, batch_size=args.batch, world_size=1, wandb=False,
+        accum_freq=1, skip_scheduler=True, grad_clip_norm=None,
+        rank=1,  # rank 0 reads the loss in the first and the last step of a call, and waits for it
     )  # fmt: skip
+    loss = open_clip.ClipLoss(cache_labels=True)
     utilization = Utilization(ModelConfig(arch=args.arch), device=device, ranks=1, bf16=bf16, peak_tflops=None)
 
     def run(steps: int) -> None:
@@ -219,7 +220,7 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         try:
-            train_one_epoch(trained, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, settings)
+            train_one_epoch(trained, source, loss, 0, optimizer, None, None, None, settings)
         finally:
             torch.set_float32_matmul_precision(before[0])
             torch.backends.cudnn.benchmark = before[1]

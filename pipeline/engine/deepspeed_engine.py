@@ -96,7 +96,7 @@ class DeepSpeedEngine:
                 model=towers, optimizer=build_optimizer(optimizer, groups), config=settings, dist_init_required=False
             )
         fuse_gradients(self._engine.optimizer)
-        if self.stage == 0 and world.size == 1:
+        if world.size == 1 and (self.stage == 0 or hasattr(self._engine.optimizer, "update_hp_grads")):
             # A reduction over one rank changes nothing, but DeepSpeed would copy all gradients to a buffer and back.
             self._engine.enable_backward_allreduce = False
         if compile_towers:

@@ -50,7 +50,7 @@ def far(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(1, ["zero0_fp32", "zero2_bf16"]), (2, STAGES_0_TO_2), (2, STAGE_3)],
+    [(1, ["zero0_fp32", "zero1_bf16", "zero2_bf16"]), (2, STAGES_0_TO_2), (2, STAGE_3)],
     ids=lambda value: str(value) if isinstance(value, int) else f"{value[0]} to {value[-1]}",
 )
 def test_every_stage_equals_plain_torch_and_resumes_bit_identically(ranks, names, arch, reference, tmp_path):

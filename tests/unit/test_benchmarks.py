@@ -1,10 +1,13 @@
 """The benchmarks of steps: their contenders and texts, and the GPU's, which runs in a tiny form on a CPU."""
 
+import functools
 import json
+import logging
 import os
 import shlex
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -41,12 +44,32 @@ def test_texts_have_the_lengths_of_web_captions_or_the_full_one():
         assert not torch.equal(first, second)
 
 
-def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path):
+def test_open_clips_trainer_waits_for_nothing(monkeypatch):
+    """Its log would read the loss in the first and the last of a round's steps; a user's does in one of a hundred."""
+    args = train.options().parse_args(["--arch", "scenes-vit-micro", "--batch", "4"])
+    run, _ = train.open_clip_train(args, train.make_data(args), device=torch.device("cpu"))
+    item, readers = torch.Tensor.item, set()
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: readers.add(sys._getframe(1).f_globals["__name__"]) or item(x))
+    run(2)
+    assert "open_clip_train.train" not in readers
+
+
+def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path, monkeypatch):
+    def ignores_its_limit():
+        with suppress(gpu.OutOfTime):
+            time.sleep(60)
+        time.sleep(60)
+
+    def warns():
+        logging.getLogger("pipeline.engine").warning("trained %s", "uncompiled")
+        return {"rate": 2.0}
+
+    monkeypatch.setattr(gpu, "AGAIN_SECONDS", 0.2)
     output = tmp_path / "gpu.json"
     results = gpu.Results(output, tiny=True, seconds=30.0)
-    assert results.measure("a", "good", lambda: {"rate": 2.0}, seconds=5) == {"rate": 2.0}
+    assert results.measure("a", "good", warns, seconds=5) == {"rate": 2.0}
     assert results.measure("a", "bad", lambda: 1 // 0, seconds=5) is None
-    assert results.measure("a", "long", lambda: time.sleep(60), seconds=1) is None
+    assert results.measure("a", "long", ignores_its_limit, seconds=1) is None
     results.seconds = 0.0
     assert results.measure("b", "late", lambda: {"rate": 3.0}, seconds=5) is None
     written = json.loads(output.read_text())
@@ -56,8 +79,28 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path):
         "long": "failed: OutOfTime: not done after 1 s", "late": "left out: no time was left",
     }  # fmt: skip
     assert written["parts"]["a"]["good"]["result"] == {"rate": 2.0}
+    assert [one.get("warnings") for one in written["parts"]["a"].values()] == [["trained uncompiled"], None, None]
     assert results.failed == ["a, bad", "a, long"]
     assert written["machine"]["versions"]["torch"]
+
+
+def test_after_a_limit_the_rest_is_measured_in_a_new_process(tmp_path, monkeypatch):
+    """Regression test: stopped in torch.compile, torch 2.11 failed in all that came later in the process."""
+    results, commands = gpu.Results(tmp_path / "gpu.json", tiny=True, seconds=30.0), []
+
+    def replaced(_, words, environment):
+        commands.append(words[3:])
+        sys.exit()
+
+    monkeypatch.setattr(os, "execve", replaced)
+    long = functools.partial(results.measure, "b32", "long", lambda: time.sleep(60), seconds=1)
+    with pytest.raises(SystemExit):
+        gpu.take(results, {"b16": lambda: None, "b32": long, "run": lambda: None, "tests": lambda: None})
+    (words,) = commands
+    assert 20 < float(words.pop(4)) < 29
+    assert shlex.join(words) == f"--output {results.path} --add --seconds --only run tests --tiny"
+    gpu.take(results, {"tests": long})  # nothing is left
+    assert len(commands) == 1
 
 
 def test_a_command_leaves_no_process_behind_and_is_no_rank(monkeypatch):
@@ -101,16 +144,17 @@ def test_a_trace_is_summed_up_by_kind_of_kernel_with_its_gaps():
         (12, 10, "kernel", "sm90_xmma_wgrad_implicit_gemm_indexed"),
         (20, 2, "kernel", "void at::native::vectorized_layer_norm_kernel<float>"),  # on another stream
         (72, 8, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"),
-        (80, 20, "kernel", "void pytorch_flash::flash_bwd_kernel"),
+        (80, 10, "kernel", "void pytorch_flash::flash_bwd_kernel"),
+        (90, 10, "kernel", "triton_poi_fused__scaled_dot_product_flash_attention_backward_cat_convolution_3"),
     ]
     events = [{"ts": ts, "dur": dur, "cat": cat, "name": name} for ts, dur, cat, name in kernels]
     host = {"ts": 0, "dur": 500, "cat": "cpu_op", "name": "aten::mm"}
     found = summary([*reversed(events), host, {"ph": "M", "name": "process_name"}], steps=2)
-    assert (found["ms"], found["kernels"]) == (0.05, 2.5)
+    assert (found["ms"], found["kernels"]) == (0.05, 3)
     assert found["idle_ms"] == pytest.approx(0.026)
     times = {kind: one["ms"] for kind, one in found["by_kind"].items()}
-    expected = {"attention": 0.01, "convolutions": 0.005, "layer norms": 0.001, "products": 0.005, "transfers": 0.004}
-    assert times == pytest.approx(expected)
+    expected = {"attention": 0.005, "compiled": 0.005, "convolutions": 0.005, "layer norms": 0.001, "products": 0.005}
+    assert times == pytest.approx({**expected, "transfers": 0.004})
     assert found["longest_gaps"][0] == {"us": 50, "after": kernels[1][3], "before": kernels[3][3]}
 
 

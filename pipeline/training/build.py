@@ -137,8 +137,8 @@ def compiled_towers(run: RunConfig, facts: EngineFacts, *, world: World, steps: 
     setting = run.model.compile
     if setting != "auto":
         return setting
-    if world.device.type != "cuda" or facts.stage == 3 or run.model.lora.rank is not None:
-        return False
+    if world.device.type != "cuda" or not facts.bf16 or facts.stage == 3 or run.model.lora.rank is not None:
+        return False  # in fp32, packed texts are in groups: other shapes with every batch
     peak = known_peak(torch.cuda.get_device_name(world.device)) or UNKNOWN_PEAK
     seconds = training_flops(run.model) * run.batch_size * steps / (world.size * USUAL_MFU * peak * 1e12)
     return "auto" if seconds * SAVED > COMPILING_SECONDS else False

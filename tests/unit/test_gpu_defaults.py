@@ -52,8 +52,10 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch):
         (replace(run.model, compile=True), World(), 1, 1, True),
         (replace(run.model, compile=False), on_gpu, 1, 100_000, False),
     ):
-        facts = SimpleNamespace(stage=stage)
+        facts = SimpleNamespace(stage=stage, bf16=True)
         assert compiled_towers(replace(run, model=model), facts, world=world, steps=steps) == expected
+    in_fp32 = SimpleNamespace(stage=1, bf16=False)
+    assert compiled_towers(run, in_fp32, world=on_gpu, steps=100_000) is False, "packed texts would be compiled anew"
 
 
 def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):

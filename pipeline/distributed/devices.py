@@ -52,6 +52,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was queued so far, and sleep until then.
+
+    Where a tensor is read, the CUDA driver by default spins, which keeps a core from the loading workers.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True)).synchronize()
+
+
 def why_bf16_is_slow(device: torch.device) -> str:
     """A sentence for the log if `device` computes matrix products much more slowly in bf16 than in fp32; else empty."""
     if device.type == "cuda":

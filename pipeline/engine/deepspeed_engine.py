@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pipeline.distributed.devices import wait_for
 from pipeline.distributed.start import environment
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
@@ -145,7 +146,9 @@ class DeepSpeedEngine:
         """See `Engine.step`."""
         if self.stage == 0:  # in fp32 and under autocast, stage 0 does not look for inf and NaN by itself
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-            if self.world.all_reduce((~torch.isfinite(norm)).float(), "max"):
+            bad = self.world.all_reduce((~torch.isfinite(norm)).float(), "max")
+            wait_for(bad.device)
+            if bad:
                 self._engine.zero_grad()
                 return False
         for group in self._wrapped.param_groups:
@@ -174,6 +177,14 @@ def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> 
         raise UserError(f"DeepSpeed refuses engine.deepspeed = {name}: {error}") from error
 
 
+def _is_invalid(norm: Tensor) -> bool:
+    """DeepSpeed's check of a gradient's norm, the wait of a step at ZeRO stage 1 in bf16."""
+    from deepspeed.runtime.utils import is_invalid_grad_norm
+
+    wait_for(norm.device)
+    return bool(is_invalid_grad_norm(norm))
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Training reports skipped steps itself."""
     return "OVERFLOW! Skipping step." not in record.getMessage()
@@ -189,6 +200,7 @@ def _quiet_deepspeed(world: World) -> Iterator[Any]:
     deepspeed.utils.logger.addFilter(_is_news)
     if world.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.runtime.bf16_optimizer.is_invalid_grad_norm = _is_invalid
     # It remembers for the whole process that an engine used torch_autocast, and lets later ones, whatever their
     # communication_data_type, reduce gradients in the precision of the weights.
     deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

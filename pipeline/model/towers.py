@@ -75,8 +75,8 @@ class ModelConfig:
     lora: LoraConfig = LoraConfig()
     compile: bool | Literal["auto"] = "auto"
     """Compile the towers with `torch.compile`. The first steps take minutes; torch keeps the compiled code in its cache
-    for the next start. `auto`: on a GPU, if a tenth of the run's estimated time is more than compiling takes; towers
-    that cannot be compiled are then trained uncompiled, with a warning."""
+    for the next start. `auto`: on a GPU in bf16, if a tenth of the run's estimated time is more than compiling takes;
+    towers that cannot be compiled are then trained uncompiled, with a warning."""
 
     @model_validator(mode="after")
     def _unlocked_of_locked(self) -> ModelConfig:

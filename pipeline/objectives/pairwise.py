@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipeline.distributed.devices import to_device
+
 
 @dataclass
 class Workspace:
@@ -172,13 +174,13 @@ def batch_keys(text: Tensor, sample_ids: Tensor, pixels: Tensor | None) -> Tenso
     """The keys of a rank's pairs, int64 [b, k], on the device of `sample_ids`.
 
     Args:
-        text: Token ids, [b, L], whole: texts are equal if all their ids are.
+        text: Token ids of the host, [b, L], whole: texts are equal if all their ids are.
         sample_ids: int64 [b]; a sample that is in the batch twice is equal to itself.
         pixels: uint8 images [b, 3, H, W] as the model sees them; images are equal if all their pixels are. None: they
             are not compared.
     """
-    columns = [row_hashes(text), sample_ids, *([] if pixels is None else [row_hashes(pixels)])]
-    return torch.stack([column.to(sample_ids.device, non_blocking=True) for column in columns], 1)
+    of_texts = to_device(row_hashes(text), sample_ids.device)
+    return torch.stack([of_texts, sample_ids, *([] if pixels is None else [row_hashes(pixels)])], 1)
 
 
 def equal_pairs(keys_Bk: Tensor, *, rows: slice) -> Tensor:

@@ -215,7 +215,7 @@ def measured_towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple
     """An architecture, its costs, and what is unusual about it."""
     find_start(model.arch, model.pretrained)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
-    text_batching(towers.clip, model)
+    text_batching(towers.clip, model, by_kernel=True)  # whatever the device
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture, towers.notes

@@ -91,7 +91,7 @@ def check_stages(run: RunConfig) -> None:
     before: dict[str, Tensor] = {}
     for stage in stages_of(run):
         towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
-        text_batching(towers.clip, stage.run.model)
+        text_batching(towers.clip, stage.run.model, by_kernel=True)  # whatever the device
         weights = towers.clip.state_dict()
         resized_state(before, shapes={name: value.shape for name, value in weights.items()})
         before = weights
@@ -137,8 +137,8 @@ def compiled_towers(run: RunConfig, facts: EngineFacts, *, world: World, steps: 
     setting = run.model.compile
     if setting != "auto":
         return setting
-    if world.device.type != "cuda" or facts.stage == 3 or run.model.lora.rank is not None:
-        return False
+    if world.device.type != "cuda" or not facts.bf16 or facts.stage == 3 or run.model.lora.rank is not None:
+        return False  # in fp32, packed texts are in groups: other shapes with every batch
     peak = known_peak(torch.cuda.get_device_name(world.device)) or UNKNOWN_PEAK
     seconds = training_flops(run.model) * run.batch_size * steps / (world.size * USUAL_MFU * peak * 1e12)
     return "auto" if seconds * SAVED > COMPILING_SECONDS else False

@@ -23,6 +23,7 @@ from pipeline.objectives import build_objective, objective_names, register
 from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.npn import kernels
 from pipeline.objectives.npn.network import NPNS
+from pipeline.objectives.pairwise import batch_keys
 from pipeline.objectives.registry import OBJECTIVES, parse_objective
 from pipeline.objectives.temperature import TemperatureConfig
 from pipeline.training.step import Flags
@@ -209,6 +210,16 @@ def test_a_micro_batchs_texts_are_chosen_without_waiting(packed):
         tokens = [chunks.tokens(index) for index in range(2)]
     assert found.blocking_copies == []
     assert len(tokens) == 2
+
+
+def test_keys_of_equal_pairs_are_made_without_waiting():
+    text = torch.ones(8, 16, dtype=torch.int64)
+    with fake_gpu() as found:
+        ids, pixels = torch.zeros(8, dtype=torch.int64, device="cuda"), torch.zeros(8, 3, 2, 2, device="cuda")
+        batch_keys(text, ids, pixels)  # copies the multipliers for rows of this length, once
+        found.blocking_copies.clear()
+        assert batch_keys(text, ids, pixels).shape == (8, 3)
+    assert found.blocking_copies == []
 
 
 def test_flags_are_copied_to_the_host_without_waiting():

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.distributed.devices import wait_for
 from pipeline.distributed.world import World
+from pipeline.engine import deepspeed_engine
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
@@ -21,6 +23,7 @@ from pipeline.objectives.npn import prototype_network
 from pipeline.objectives.npn.neuclip import NeuClipConfig
 from pipeline.training.build import compiled_towers
 from pipeline.training.recipe import parse_recipe
+from tests.training import prepare, settings_in, train_here
 
 GPU = torch.device("cuda", 0)
 
@@ -52,8 +55,32 @@ def test_towers_are_compiled_on_gpus_in_runs_that_are_long_enough(monkeypatch):
         (replace(run.model, compile=True), World(), 1, 1, True),
         (replace(run.model, compile=False), on_gpu, 1, 100_000, False),
     ):
-        facts = SimpleNamespace(stage=stage)
+        facts = SimpleNamespace(stage=stage, bf16=True)
         assert compiled_towers(replace(run, model=model), facts, world=world, steps=steps) == expected
+    in_fp32 = SimpleNamespace(stage=1, bf16=False)
+    assert compiled_towers(run, in_fp32, world=on_gpu, steps=100_000) is False, "packed texts would be compiled anew"
+
+
+@pytest.mark.parametrize("file", ["zero0_bf16", "zero1_bf16"])
+def test_the_host_sleeps_until_the_gradients_norm_is_known(file, tmp_path, monkeypatch):
+    """Where torch reads it from a GPU, CUDA spins, and a step's CPU time is at least its whole time."""
+    prepare(tmp_path, image_size=32)
+    waited = []
+    monkeypatch.setattr(deepspeed_engine, "wait_for", waited.append)
+    train_here(*settings_in(tmp_path, "run", "samples=16", f"engine.deepspeed={file}", "engine.probe=false"))
+    assert waited == [torch.device("cpu")] * 2
+
+
+def test_a_wait_is_for_a_blocking_event_of_the_current_stream(monkeypatch):
+    calls = []
+    event = SimpleNamespace(synchronize=lambda: calls.append("sleeps"))
+    stream = SimpleNamespace(record_event=lambda given: calls.append(given) or event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking: f"event, blocking={blocking}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    wait_for(torch.device("cpu"))
+    assert calls == []
+    wait_for(GPU)
+    assert calls == ["event, blocking=True", "sleeps"]
 
 
 def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):

@@ -66,6 +66,13 @@ def test_what_training_refuses_is_refused(arch, unfit):
         plan_run(load_recipe(None, given), gpus=1, dataset_size=1000)
 
 
+def test_what_training_on_gpus_takes_is_planned(arch):
+    """Regression test: packed texts with compiled towers were refused, also at the start of a run with stages."""
+    stages = "schedule.stages=[{until: 0.5, patch_dropout: 0.5}]"
+    given = settings(arch, "model.compile=true", "model.text_batching=packed", stages)
+    assert plan_run(load_recipe(None, given), gpus=1, dataset_size=1000).stage == 1
+
+
 def test_flops_of_towers_that_pool_by_attention_are_counted():
     """Regression test: training SigLIP's towers ended as a bug where the GPU's peak is known, and `plan` everywhere."""
     towers, architecture = build_towers(ModelConfig(arch="PE-Core-T-16-384"), seed=0, device="meta")

@@ -23,7 +23,7 @@ CONFIGS = {
     "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3),
     "lamb": OptimizerConfig(name="lamb", lr=2e-3, eps=1e-3),
     "lion": OptimizerConfig(name="lion", lr=1e-4),
-    "sgd": OptimizerConfig(name="sgd", lr=0.05),
+    "sgd": OptimizerConfig(name="sgd", lr=0.005),
     "muon": OptimizerConfig(name="muon", lr=1e-3, eps=1e-3),
 }
 

@@ -61,8 +61,9 @@ class ModelConfig:
     backward pass. Less memory for about a third more compute."""
     packed_attention: bool = True
     """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
-    know, and the last block of open_clip's own ViTs for the class token only, if nothing else of it is read (7% fewer
-    FLOPs for 12 blocks). The same function as open_clip's modules up to rounding, and the same weights."""
+    know, the last block of open_clip's own ViTs for the class token only, if nothing else of it is read (7% fewer FLOPs
+    for 12 blocks), and on GPUs patch embeddings as matrix products. The same function as open_clip's modules up to
+    rounding, and the same weights."""
     text_tokens: int | None = Field(default=None, ge=2)
     """Longest text in training: longer ones are cut before their end-of-text token. None: the context length. For
     towers whose texts can be packed."""
@@ -230,10 +231,10 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     use_fp32_batch_norms(clip)
     use_fp32_embedding_sums(clip)
     use_patch_dropout_on_device(clip)
-    use_patch_product(clip.visual)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
         use_class_token_block(clip)
+        use_patch_product(clip.visual)  # type: ignore[arg-type]
     add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
     notes = unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
     towers = Towers(clip, pretrained=bool(config.pretrained), notes=notes)

@@ -128,8 +128,11 @@ def test_the_network_is_compiled_where_that_works(steps, works, expected, monkey
     ("arch", "replaced"), [("ViT-B-32", 1), ("PE-Core-T-16-384", 1), ("RN50", 0), ("convnext_base", 0)]
 )
 def test_only_patch_embeddings_are_computed_as_products(arch, replaced):
-    towers, _ = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
-    assert sum(isinstance(module, PatchProduct) for module in towers.modules()) == replaced
+    """And none where open_clip's own modules are asked for, as in evaluation while training, whose scores must be those
+    of `neuclip evaluate`."""
+    for packed, expected in ((True, replaced), (False, 0)):
+        towers, _ = build_towers(ModelConfig(arch=arch, packed_attention=packed), seed=0, device="meta")
+        assert sum(isinstance(module, PatchProduct) for module in towers.modules()) == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])

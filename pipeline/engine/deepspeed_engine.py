@@ -106,32 +106,40 @@ class DeepSpeedEngine:
             # module: the programs of NeuCLIP's network go as well, and are compiled again, once a stage.
             torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
-        self._may_fail = compile_towers == "auto"
+        self._compiled, self._may_fail = bool(compile_towers), compile_towers == "auto"
         self.module: Towers = self._engine.module
         self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, optimizer=optimizer, frozen=frozen)
 
     def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
         """See `Engine.forward`; images of another precision than `dtype` are cast."""
+        if self._compiled and isinstance(text, PackedText):
+            for row in (text.tokens, text.positions):  # else, the first program would be for this number of tokens only
+                torch._dynamo.maybe_mark_dynamic(row, 1)
         run = self._first_compiled if self._may_fail else self._engine
         features: tuple[Tensor, Tensor] = run(image.to(self.dtype), text)
         return features
 
     def _first_compiled(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
-        """The first forward pass of towers that need not be compiled: without compilation, if it fails on any rank."""
-        self._may_fail, reason = False, ""
+        """A forward pass of towers that need not be compiled: without compilation, if that fails on any rank.
+
+        The first pass with a graph also compiles the backward pass, and is the last that may fail.
+        """
+        self._may_fail, reason = not torch.is_grad_enabled(), ""
         devices = [image.device] if image.is_cuda else []
         with torch.random.fork_rng(devices=devices):
             try:
-                features: tuple[Tensor, Tensor] = self._engine(image, text)
+                with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                    features: tuple[Tensor, Tensor] = self._engine(image, text)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                reason = in_a_line(error)
+                reason = in_a_line(getattr(error, "inner_exception", error))  # of a compiler
         if not (reasons := [reason for reason in self.world.gather_objects(reason) if reason]):
             return features
         log.warning(
             "The towers cannot be compiled, and train uncompiled (%s). model.compile=false says so.", reasons[0]
         )
+        self._compiled = self._may_fail = False
         self.module._compiled_call_impl = None
         return self._engine(image, text)
 

@@ -52,7 +52,9 @@ class PackedLayout:
 
     cumulative: Tensor
     """int32 [B + 1]: each text's first token, and T."""
-    longest: int
+    context: int
+    """The context length, which no text exceeds. Kernels could be given the longest text instead, but its length would
+    be another constant in every batch, for which compiled towers would be compiled again."""
     groups: tuple[tuple[int, int], ...]
     """(texts, width) of padded groups of similar lengths; empty where the device has a kernel for packed texts."""
     places: Tensor
@@ -125,7 +127,7 @@ def attend_packed(qkv: Tensor, layout: PackedLayout, *, heads: int) -> Tensor:
 
         q, k, v = (x.unflatten(-1, (heads, -1)).contiguous() for x in qkv[0].chunk(3, dim=-1))
         ends = layout.cumulative
-        out = varlen_attn(q, k, v, ends, ends, layout.longest, layout.longest, window_size=(-1, 0))
+        out = varlen_attn(q, k, v, ends, ends, layout.context, layout.context, window_size=(-1, 0))
         assert isinstance(out, Tensor)
         return out.flatten(1)[None]
     outs, first = [], 0
@@ -231,7 +233,7 @@ def pack(text: Tensor, lengths: Tensor, *, device: torch.device, by_kernel: bool
     tokens, positions, last, cumulative, placed, ordered = row.split(
         (total, total, count, count + 1, len(places), len(order))
     )
-    layout = PackedLayout(cumulative, int(sizes.max()), groups, placed, ordered)
+    layout = PackedLayout(cumulative, text.shape[1], groups, placed, ordered)
     return PackedText(tokens[None], positions[None], last, layout)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from pipeline.distributed.devices import wait_for
 from pipeline.distributed.world import World
@@ -15,7 +16,7 @@ from pipeline.engine import deepspeed_engine
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.attention import replace_modules
+from pipeline.model.attention import pack, replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
@@ -87,7 +88,7 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
     """With the same random draws, and one warning; an error that has nothing to do with compiling comes again."""
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()
-    engine.module._compiled_call_impl = "compiled"
+    engine.module._compiled_call_impl, engine._compiled = "compiled", True
 
     def forward(image, text):
         drawn = torch.rand(2)
@@ -108,6 +109,45 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
     engine._may_fail, engine.module._compiled_call_impl = False, "compiled"
     with pytest.raises(RuntimeError, match="no kernel"):
         engine.forward(torch.zeros(2), torch.zeros(2))
+
+
+def test_a_backward_pass_that_cannot_be_compiled_is_found_before_it_is_due(caplog):
+    """Also with GradCache, whose first passes have no graph."""
+
+    class Tower(nn.Linear):
+        def forward(self, image):
+            compiled.append(torch.compiler.is_compiling())
+            return super().forward(image)
+
+    def fail(*_):
+        raise RuntimeError("no kernel for this gradient")
+
+    engine, module, compiled = DeepSpeedEngine.__new__(DeepSpeedEngine), Tower(2, 2), []
+    module.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=fail))
+    engine.world, engine.dtype, engine.module = World(), torch.float32, module
+    engine._engine, engine._compiled, engine._may_fail = lambda image, text: (module(image), text), True, True
+    image = torch.ones(2, 2)
+    with torch.no_grad():
+        engine.forward(image, image)
+    assert compiled == [True]
+    assert "uncompiled" not in caplog.text
+    engine.forward(image, image)[0].sum().backward()
+    assert "no kernel for this gradient" in caplog.text
+    assert torch.equal(module.weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_packed_texts_of_all_lengths_share_one_compiled_program():
+    """On the meta device, where the towers compute what they compute on GPUs."""
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-micro"), seed=0, device="meta")
+    programs, meta = [], torch.device("meta")
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine.dtype, engine._compiled, engine._may_fail = torch.float32, True, False
+    engine._engine = torch.compile(towers, backend=lambda graph, _: programs.append(graph) or graph)
+    image = torch.empty(3, 3, architecture.image_size, architecture.image_size, device=meta)
+    text = torch.ones(3, architecture.context_length, dtype=torch.long)
+    for lengths in ([4, 9, 7], [5, 9, 5], [3, 3, 8], [24, 20, 3]):
+        engine.forward(image, pack(text, torch.tensor(lengths), device=meta, by_kernel=True))
+    assert len(programs) == 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(UMASK)
 
 
+class NotAFile(OSError):
+    """A folder, a pipe or a device is where a file is needed: no fault of the disk, but damage."""
+
+
 LEFTOVERS = ".*." + "[0-9a-f]" * 32 + ".tmp"
 """Glob pattern of what `replacing` leaves behind when its process is killed; others hardly give such names."""
 
@@ -208,9 +212,22 @@ def other_encoding(head: bytes) -> str:
     return "is not UTF-8, which it must be, but looks like UTF-16 or UTF-32. Convert it: iconv -f UTF-16 -t UTF-8"
 
 
+def regular(path: str, flags: int) -> int:
+    """The `opener` of `open` for files that strangers may have made: no pipe is waited for, nor a device read.
+
+    Raises:
+        NotAFile: It is no regular file, nor a link to one.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+
+
 def sha256_of(path: str | Path) -> str:
-    """The SHA-256 of a file's contents, as hex."""
-    with open(path, "rb") as file:
+    """The SHA-256 of a file's contents, as hex; errors as for `regular`."""
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -218,16 +235,13 @@ def read_bounded(path: Path, *, most: int = MOST_TEXT) -> bytes:
     """The contents of a regular file, or of a link to one.
 
     Raises:
-        OSError: It cannot be read, or is no regular file, such as a device without an end.
+        OSError: It cannot be read, or is no regular file.
         ValueError: It is larger than `most` bytes.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would wait for its writer
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if facts.st_size > most:
+    with open(path, "rb", opener=regular) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"larger than {most / 2**20:.0f} MiB")
-        return file.read(facts.st_size)
+        return file.read(size)
 
 
 def flush(path: str | Path) -> None:

@@ -215,6 +215,24 @@ def test_descriptions_with_values_of_other_types_are_refused(tiny, tmp_path):
             stored_description(tmp_path)
 
 
+def test_a_description_larger_than_its_weights_takes_no_memory(tiny, tmp_path):
+    """Regression test: the towers were made, however large a stranger's description was, and then the weights read."""
+    write_folder(tmp_path, tiny)
+    vision, text = TINY["vision_cfg"], TINY["text_cfg"]
+    for change, wrong in (
+        ({"text_cfg": {**text, "vocab_size": 3_000_000}}, "cannot be the weights of the described model"),
+        ({"text_cfg": {**text, "vocab_size": 10**30}}, "open_clip cannot load"),
+        ({"text_cfg": {**text, "layers": 10**5}}, r"text_cfg\.layers"),
+        ({"text_cfg": {**text, "context_length": 10**9}}, r"text_cfg\.context_length"),
+        ({"vision_cfg": {**vision, "layers": 10**9}}, r"vision_cfg\.layers"),
+        ({"vision_cfg": {**vision, "image_size": 10**30}}, r"vision_cfg\.image_size"),
+    ):
+        stored = {"model_cfg": {**TINY, **change}, "preprocess_cfg": {}}
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(stored))
+        with pytest.raises(UserError, match=wrong):
+            load_for_evaluation(tmp_path)
+
+
 def test_forged_weights_are_refused(tmp_path):
     """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end."""
     cycle: dict[str, Any] = {}

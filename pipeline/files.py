@@ -6,6 +6,7 @@ import codecs
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import tempfile
 import time
 import unicodedata
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,35 @@ def regular(path: str, flags: int) -> int:
         return descriptor
     os.close(descriptor)
     raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+
+
+def unlisted(error: OSError) -> None:
+    """The `onerror` of `os.walk`, which by itself passes over folders that it cannot list; those that are gone are."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def walk(folder: Path) -> Iterator[list[Path]]:
+    """The files of all kinds of each folder below a folder, links followed; without hidden folders, such as
+    `.ipynb_checkpoints`, and links to a folder that they are in. OSError as for `unlisted`."""
+    for root, below, files in os.walk(folder, followlinks=True, onerror=unlisted):
+        here = Path(root).resolve()
+        visible = (name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
+        yield [Path(root, name) for name in sorted(files)]
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The same as one list."""
+    return itertools.chain.from_iterable(walk(folder))
+
+
+def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """The files with wanted names below a folder. Refuses a link to nothing, a pipe or a device."""
+    files = [path for path in files_below(folder) if wanted(path.name)]
+    if odd := [path for path in files if not path.is_file()]:
+        raise UserError(f"{odd[0]} is not a file, nor a link to one: mend it, or move it away.")
+    return files
 
 
 def sha256_of(path: str | Path) -> str:

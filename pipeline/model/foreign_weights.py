@@ -11,7 +11,7 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -182,7 +182,10 @@ def _preprocessing(folder: Path) -> dict[str, Any]:
 def _check_file(path: Path) -> None:
     if not path.is_file():  # a pipe would be waited for without end
         raise UserError(f"{path} is not a file of weights, nor a link to one.")
-    need_addresses(2 * path.stat().st_size)
+    need_addresses(2 * (size := path.stat().st_size))
+    with suppress(zipfile.BadZipFile):  # or no zip at all; PyTorch compresses the code of programs only
+        if (unpacked := sum(member.file_size for member in zipfile.ZipFile(path).infolist())) > 10 * size:
+            raise UserError(f"{path}, of {size:,} bytes, would take {unpacked:,}: it is compressed, as no weights are.")
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -234,7 +235,8 @@ def test_a_description_larger_than_its_weights_takes_no_memory(tiny, tmp_path):
 
 
 def test_forged_weights_are_refused(tmp_path):
-    """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end."""
+    """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end; 195 kB became
+    200 MB."""
     cycle: dict[str, Any] = {}
     cycle["state_dict"] = cycle
     known = {"vision_model.embeddings.class_embedding": torch.zeros(4)}
@@ -243,6 +245,14 @@ def test_forged_weights_are_refused(tmp_path):
         torch.save(tree, tmp_path / "weights.pt")
         with pytest.raises(UserError, match=message), for_open_clip(tmp_path / "weights.pt", weights=True):
             pass
+    torch.save({"state_dict": {"weight": torch.zeros(100_000)}}, tmp_path / "weights.pt")
+    with zipfile.ZipFile(tmp_path / "weights.pt") as stored:
+        contents = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, body in contents.items():
+            packed.writestr(name, body)
+    with pytest.raises(UserError, match="it is compressed"), for_open_clip(tmp_path / "bomb.pt", weights=True):
+        pass
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(UserError, match="is not a file"), for_open_clip(tmp_path / "pipe.pt", weights=True):
         pass

@@ -65,13 +65,13 @@ def explain_file_error(error: BaseException) -> str | None:
     """What an error of the file system means and what to do, or None for other errors."""
     if not isinstance(error, OSError) and (number := re.search(r"\(os error (\d+)\)", str(error))):
         error = OSError(int(number[1]), os.strerror(int(number[1])))  # of a library in Rust
-    if not isinstance(error, OSError) or error.errno not in _FILE_ADVICE:
+    if not isinstance(error, OSError) or error.errno is None:
         return None
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if error.filename is None and not full:
         return None  # a socket's, for example
     name = (full and error.filename2) or error.filename or "a file"  # the second is where a copy goes
-    return f"Cannot write or read {name}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
+    return f"Cannot write or read {name}: {error.strerror}. {_FILE_ADVICE.get(error.errno, '')}".rstrip()
 
 
 def explain_memory_error(error: BaseException) -> str | None:

@@ -6,6 +6,7 @@ import codecs
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import tempfile
 import time
 import unicodedata
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ MOST_TEXT = 2**28
 """Bytes of a description that is read at once: a checkpoint of 1,024 ranks lists some hundred thousand files."""
 UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(UMASK)
+
+
+class NotAFile(OSError):
+    """A folder, a pipe or a device is where a file is needed: no fault of the disk, but damage."""
 
 
 LEFTOVERS = ".*." + "[0-9a-f]" * 32 + ".tmp"
@@ -208,9 +213,51 @@ def other_encoding(head: bytes) -> str:
     return "is not UTF-8, which it must be, but looks like UTF-16 or UTF-32. Convert it: iconv -f UTF-16 -t UTF-8"
 
 
+def regular(path: str, flags: int) -> int:
+    """The `opener` of `open` for files that strangers may have made: no pipe is waited for, nor a device read.
+
+    Raises:
+        NotAFile: It is no regular file, nor a link to one.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotAFile(errno.EINVAL, "not a regular file", str(path))
+
+
+def unlisted(error: OSError) -> None:
+    """The `onerror` of `os.walk`, which by itself passes over folders that it cannot list; those that are gone are."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def walk(folder: Path) -> Iterator[list[Path]]:
+    """The files of all kinds of each folder below a folder, links followed; without hidden folders, such as
+    `.ipynb_checkpoints`, and links to a folder that they are in. OSError as for `unlisted`."""
+    for root, below, files in os.walk(folder, followlinks=True, onerror=unlisted):
+        here = Path(root).resolve()
+        visible = (name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
+        yield [Path(root, name) for name in sorted(files)]
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The same as one list."""
+    return itertools.chain.from_iterable(walk(folder))
+
+
+def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    """The files with wanted names below a folder. Refuses a link to nothing, a pipe or a device."""
+    files = [path for path in files_below(folder) if wanted(path.name)]
+    if odd := [path for path in files if not path.is_file()]:
+        raise UserError(f"{odd[0]} is not a file, nor a link to one: fix it, or move it away.")
+    return files
+
+
 def sha256_of(path: str | Path) -> str:
-    """The SHA-256 of a file's contents, as hex."""
-    with open(path, "rb") as file:
+    """The SHA-256 of a file's contents, as hex; errors as for `regular`."""
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -218,16 +265,13 @@ def read_bounded(path: Path, *, most: int = MOST_TEXT) -> bytes:
     """The contents of a regular file, or of a link to one.
 
     Raises:
-        OSError: It cannot be read, or is no regular file, such as a device without an end.
+        OSError: It cannot be read, or is no regular file.
         ValueError: It is larger than `most` bytes.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would wait for its writer
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if facts.st_size > most:
+    with open(path, "rb", opener=regular) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"larger than {most / 2**20:.0f} MiB")
-        return file.read(facts.st_size)
+        return file.read(size)
 
 
 def flush(path: str | Path) -> None:

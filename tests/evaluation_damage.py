@@ -140,6 +140,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     (V2, lambda f: (f / "test/1.tar").unlink(), "nshards.txt says 2 shards, missing: 1.tar"),
     (V2, lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
     (V2, partial(write, "test/nshards.txt", "9" * 5_000), "must hold the number of shards"),
+    (V2, partial(write, "test/nshards.txt", "0" * 5_000 + "1"), "must hold the number of shards"),
     (V2, lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
     (V2, lambda f: (f / "classnames.txt").write_text("one\n", "utf-16"), "classnames.txt .* is not UTF-8, .*iconv"),
     (V2, partial(write, "classnames.txt", "one\ntwo\n"), "labels run from 0 to 4, but there are 2 class names"),

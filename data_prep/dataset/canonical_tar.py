@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.data.shards.tar_reader import DamagedTar, members, split_name
 from pipeline.errors import UserError
+from pipeline.files import NotAFile, regular
 from pipeline.pictures import FORMAT_SUFFIXES
 
 
@@ -22,7 +23,7 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         DamagedTar: The file is not a complete tar.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         every = members(file, wanted=lambda suffix: True, strict=True)
         for key, parts in itertools.groupby(every, key=lambda member: split_name(member[0])[0]):
             yield key, {name.removeprefix(f"{key}."): payload for name, payload in parts}
@@ -36,7 +37,7 @@ def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     try:
         yield from samples(path)
-    except (DamagedTar, FileNotFoundError, IsADirectoryError) as error:
+    except (DamagedTar, FileNotFoundError, NotAFile) as error:
         raise UserError(
             f"{path} is missing or not a complete tar ({error}). Run `neuclip verify` to find all damage."
         ) from error

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
-from pipeline.files import LEFTOVERS, file_lock, flush, path_below, write_text
+from pipeline.files import LEFTOVERS, NotAFile, file_lock, flush, path_below, read_bounded, write_text
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _OF_A_SHARD = re.compile(r"\d{5,}\.[\w.]+")
@@ -143,12 +143,12 @@ def delete_leftovers(folder: Path, stems: Collection[str] | None = None) -> None
 def _put_in_place(root: Path, note: Path, *, allow_outside: bool) -> None:
     """Put the files of a note in their places, which may be repeated after a kill at any point."""
     try:
-        tree = json.loads(note.read_bytes())
+        tree = json.loads(read_bounded(note))
         token, files = tree["token"], dict[str, bool](tree["files"])
         paths = {path_below(root, name, what="A file to be replaced"): is_new for name, is_new in files.items()}
         if not _TOKEN.fullmatch(token):
             raise ValueError("its token is none")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (NotAFile, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{note}, which says how to finish a change that was interrupted, is damaged ({error}): delete it, and let "
             f"`neuclip verify` find what does not match."

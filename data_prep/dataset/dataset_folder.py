@@ -17,11 +17,12 @@ staging/                unfinished work; may be deleted when no process is runni
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ import pydantic
 
 from data_prep.download_config import HASH_KINDS
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, sha256_of, text_lines
+from pipeline.files import NotAFile, read_bounded, regular, sha256_of, text_lines
 
 REPORT_NAME = "report.html"
 
@@ -155,16 +156,14 @@ class Folder:
         """Read the record of a shard.
 
         Raises:
-            FileNotFoundError: The shard has no record.
-            UserError: The record is damaged.
+            UserError: The record is missing or damaged.
         """
         path = self.record(shard)
-        text = read_bounded(path)
         try:
-            record = _RECORD.validate_json(text, strict=True)
+            record = _RECORD.validate_json(read_bounded(path), strict=True)
             if record.shard != shard or record.rows != record.samples + sum(record.failures.values()):
                 raise ValueError("its numbers do not add up, or it is that of another shard")
-        except ValueError as error:
+        except (FileNotFoundError, NotAFile, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}). {self.repair_hint}") from error
         return record
 
@@ -192,21 +191,21 @@ class Folder:
         return "Copy it again from its source; if its contents change, run `neuclip manifest --replace`."
 
     def removed_names(self) -> frozenset[str]:
-        """The uids, URLs, hashes and keys to exclude."""
-        return read_lines(self.removed)
+        """The uids, URLs, hashes and keys to exclude; errors as for `read_lines`."""
+        # A link to a disk that is not there is no empty list.
+        return read_lines(self.removed, opener=regular) if os.path.lexists(self.removed) else frozenset()
 
 
-def read_lines(path: Path) -> frozenset[str]:
-    """Read the stripped, non-empty lines of a text file, hashes in lower case; an absent file has none.
+def read_lines(path: Path, *, opener: Callable[[str, int], int] | None = None) -> frozenset[str]:
+    """Read the stripped, non-empty lines of a text file, hashes in lower case; `opener` is that of `open`.
 
     Raises:
-        UserError: The file is not UTF-8 text.
+        UserError: The file is not UTF-8 text, a link to nothing, or refused by the opener.
     """
-    if not path.exists():
-        return frozenset()
     try:
-        lines = text_lines(path.read_text(encoding="utf-8-sig"))  # some editors write a mark of three bytes first
-    except UnicodeDecodeError as error:
+        with open(path, encoding="utf-8-sig", opener=opener) as file:  # some editors write a mark of three bytes first
+            lines = text_lines(file.read())
+    except (FileNotFoundError, NotAFile, ValueError) as error:
         raise UserError(f"{path} is not a UTF-8 text file with one name a line ({error}).") from error
     return frozenset(as_stored(lines))
 
@@ -227,7 +226,8 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
         recorded = folder.read_record(shard).meta_sha256
         if recorded and (digest := sha256_of(path)) != recorded:
             raise OSError(f"SHA-256 {digest[:16]}... instead of {recorded[:16]}...")
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with open(path, "rb", opener=regular) as opened:
+            file = pq.ParquetFile(opened, page_checksum_verification=True)
             present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             return file.read(columns=present)
     except (OSError, pa.ArrowException) as error:

@@ -28,7 +28,7 @@ from data_prep.sources.metadata_tables import check_rows, check_unchanged, ident
 from data_prep.sources.text_columns import first_captions, is_list
 from pipeline.config import flatten, to_tree
 from pipeline.errors import UserError
-from pipeline.files import flush, path_below, read_bounded, sha256_of, write_text
+from pipeline.files import NotAFile, flush, path_below, read_bounded, regular, sha256_of, write_text
 
 PLAN_NAME = "plan.json"
 _SHARDS_PER_PART = 100
@@ -139,7 +139,7 @@ def load_plan(folder: Folder) -> Plan:
         return _PLAN.validate_json(read_bounded(path), strict=True)
     except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
-    except ValueError as error:
+    except (NotAFile, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}). {folder.repair_hint}") from error
 
 
@@ -163,8 +163,8 @@ def read_shard(folder: Folder, shard: int) -> Any:
     """
     part, group = divmod(shard, _SHARDS_PER_PART)
     try:
-        with pq.ParquetFile(folder.plan_part(part), page_checksum_verification=True) as file:
-            return file.read_row_group(group)
+        with open(folder.plan_part(part), "rb", opener=regular) as opened:
+            return pq.ParquetFile(opened, page_checksum_verification=True).read_row_group(group)
     except (OSError, pa.ArrowException, IndexError) as error:
         raise UserError(f"{folder.plan_part(part)} is missing or damaged ({error}). {folder.repair_hint}") from error
 

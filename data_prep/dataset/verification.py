@@ -15,7 +15,7 @@ import numpy as np
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.commit import exclusive_lock, real_path
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_lines, read_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta
 from data_prep.dataset.manifest_writer import expected_manifest, local_manifest, manifest_of_records
 from data_prep.dataset.shard_files import difference, withdraw
 from data_prep.dataset.shard_plan import PLAN_NAME, Plan, check_list, load_plan
@@ -113,7 +113,7 @@ def _check_download(folder: Folder, problems: list[Problem]) -> set[str]:
     if folder.pending_removal.exists():
         problems.append(Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted"))
     try:
-        read_lines(folder.removed)
+        folder.removed_names()
     except UserError as error:
         problems.append(Problem(folder.removed.name, "damaged", str(error)))
     of_records = list(_check_records(folder, plan))

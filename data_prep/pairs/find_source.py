@@ -12,12 +12,13 @@ from pathlib import Path
 
 from data_prep.pairs import embedded, members
 from data_prep.pairs.listing import PairRow, PairSource
-from data_prep.pairs.members import files_below, is_image, regular_files
+from data_prep.pairs.members import is_image
 from data_prep.pairs.pair import PairOptions, read_image
 from data_prep.pairs.pair_tables import TABLE_SUFFIXES, find_columns, open_table
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.manifest_format import JOURNAL
 from pipeline.errors import UserError
+from pipeline.files import files_below, regular_files
 from pipeline.pictures import FORMAT_SUFFIXES
 
 _KNOWN = (

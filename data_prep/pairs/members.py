@@ -8,11 +8,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ from data_prep.pairs.pair import (
 from data_prep.reasons import NO_CAPTION
 from pipeline.data.shards.tar_reader import split_name
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, text_lines
+from pipeline.files import read_bounded, text_lines, walk
 from pipeline.pictures import FORMAT_SUFFIXES
 from pipeline.tars import DamagedTar, headers, refuse_unended, skip_payload
 
@@ -272,26 +271,3 @@ def _image_samples(folder: Path) -> Iterator[PairFiles]:
 def is_image(file: Path) -> bool:
     """Whether a file is an image by its name."""
     return file.name.rpartition(".")[2].lower() in FORMAT_SUFFIXES and not file.name.startswith(".")
-
-
-def walk(folder: Path) -> Iterator[list[Path]]:
-    """The files of all kinds of each folder below a folder, links followed; without hidden folders, such as
-    `.ipynb_checkpoints`, and links to a folder that they are in."""
-    for root, below, files in os.walk(folder, followlinks=True):
-        here = Path(root).resolve()
-        visible = (name for name in below if not name.startswith("."))
-        below[:] = sorted(name for name in visible if not here.is_relative_to((here / name).resolve()))
-        yield [Path(root, name) for name in sorted(files)]
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """The same as one list."""
-    return itertools.chain.from_iterable(walk(folder))
-
-
-def regular_files(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
-    """The files with wanted names below a folder. Refuses a link to nothing, a pipe or a device."""
-    files = [path for path in files_below(folder) if wanted(path.name)]
-    if odd := [path for path in files if not path.is_file()]:
-        raise UserError(f"{odd[0]} is not a file, nor a link to one: fix it, or move it away.")
-    return files

@@ -21,7 +21,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from data_prep.download_config import SOURCES, SourceConfig
 from data_prep.sources.text_columns import BATCH_ROWS, columns_of, is_text, need_columns, normalized, text_batches
 from pipeline.errors import UserError, in_a_line
-from pipeline.files import sha256_of
+from pipeline.files import regular_files, sha256_of
 
 _FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv",
             ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}  # fmt: skip
@@ -43,8 +43,8 @@ def files_of(source: SourceConfig) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
     wanted = [suffix for suffix, kind in _FORMATS.items() if source.format in ("auto", kind)]
-    every = {p: str(p.relative_to(path)) for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in wanted}
-    every = {p: name for p, name in every.items() if not f"/{name}".count("/.")}  # `.ipynb_checkpoints`, `._a.parquet`
+    tables = regular_files(path, lambda name: _suffix(Path(name)) in wanted and name[0] != ".")  # `._a.parquet`
+    every = {p: str(p.relative_to(path)) for p in sorted(tables)}
     files = [p for p, name in every.items() if fnmatch(name, source.files or "*")]
     if not files and source.name in SOURCES and source.files == SOURCES[source.name].get("files"):
         files = list(every)

@@ -11,10 +11,10 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -35,6 +35,8 @@ BLOCK_PARTS = {
     "attn.out_proj": "self_attn.out_proj",
 }
 """Names of the parts of a block in open_clip -> in transformers."""
+LARGEST = 10_000
+Number = Annotated[int, pydantic.Field(le=LARGEST)]
 _WRAPPERS = ("state_dict", "module", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.", "clip.")
 _OF_OPENAI = ("input_resolution", "context_length", "vocab_size")
@@ -85,7 +87,8 @@ def stored_description(folder: Path) -> dict[str, Any]:
 
 
 def check_types(description: Mapping[str, Any], *, file: Path) -> None:
-    """Raise a ValueError if a value of a model's description is missing or has another type than open_clip's."""
+    """Raise a ValueError if a value of a model's description is missing, has another type than open_clip's, or is a
+    number of layers, tokens or pixels above `LARGEST`: those take time and memory whatever the weights are."""
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
     from open_clip.transform import PreprocessCfg
 
@@ -95,10 +98,20 @@ def check_types(description: Mapping[str, Any], *, file: Path) -> None:
         resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
 
     @dataclass
+    class Vision(CLIPVisionCfg):
+        layers: tuple[Number, Number, Number, Number] | Number = 12
+        image_size: tuple[Number, Number] | Number = 224
+
+    @dataclass
+    class Text(CLIPTextCfg):
+        layers: Number = 12
+        context_length: Number = 77
+
+    @dataclass
     class Towers:
         embed_dim: int
-        vision_cfg: CLIPVisionCfg
-        text_cfg: CLIPTextCfg
+        vision_cfg: Vision
+        text_cfg: Text
 
     @dataclass
     class Description:
@@ -169,7 +182,10 @@ def _preprocessing(folder: Path) -> dict[str, Any]:
 def _check_file(path: Path) -> None:
     if not path.is_file():  # a pipe would be waited for without end
         raise UserError(f"{path} is not a file of weights, nor a link to one.")
-    need_addresses(2 * path.stat().st_size)
+    need_addresses(2 * (size := path.stat().st_size))
+    with suppress(zipfile.BadZipFile):  # or no zip at all; PyTorch compresses the code of programs only
+        if (unpacked := sum(member.file_size for member in zipfile.ZipFile(path).infolist())) > 10 * size:
+            raise UserError(f"{path}, of {size:,} bytes, would take {unpacked:,}: it is compressed, as no weights are.")
 
 
 def _load(path: Path) -> Mapping[str, Any]:

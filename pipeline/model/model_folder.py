@@ -178,6 +178,8 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
             # Without weights both towers start from scratch: no weights of the text tower's base model.
             options |= {"pretrained_text": False, "require_pretrained": required, "load_weights": start.load}
             weights = str(path) if file else start.weights
+            if required and local:
+                _check_size(name, local)
             model: nn.Module = open_clip.create_model(name, pretrained=weights, **options)
     except UserError:
         raise
@@ -196,6 +198,22 @@ def _create(start: Start, options: dict[str, Any]) -> nn.Module:
     finally:
         logging.root.removeFilter(of_other_threads)
     return model
+
+
+def _check_size(name: str, weights: Path) -> None:
+    """Refuse a description of more values than its weights have bytes, before memory is taken for them."""
+    import open_clip
+
+    with torch.device("meta"):
+        options = {"pretrained_text": False, "require_pretrained": False, "load_weights": False}
+        clip = open_clip.create_model(name, device="meta", **options)
+    values = sum(each.numel() for each in (*clip.parameters(), *clip.buffers()))
+    files = weights.iterdir() if weights.is_dir() else [weights]
+    if values > (size := sum(file.stat().st_size for file in files if file.is_file())):
+        raise UserError(
+            f"{weights} has {size:,} bytes, which cannot be the weights of the described model: it has {values:,} "
+            "values. The description or the weights are damaged, or of another model."
+        )
 
 
 def _verify(folder: Path) -> None:

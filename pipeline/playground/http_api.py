@@ -21,6 +21,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.errors import UserError
 from pipeline.playground.explorer import Explorer
@@ -28,8 +29,8 @@ from pipeline.playground.explorer import Explorer
 PAGE = Path(__file__).with_name("page.html")
 MOST_CLIENTS = 32
 """Connections at a time."""
-MOST_SECONDS = 60.0
-"""To receive a request: a client that is slower would keep its connection from others."""
+HEADER_SECONDS, MOST_SECONDS = 5, 60.0
+"""To receive a request's headers and its body: a client that is slower would keep its connection from others."""
 REQUESTS = {
     "/api/search": (1 << 20, ("application/json",)),
     "/api/classify": (1 << 20, ("application/json",)),
@@ -109,13 +110,30 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"{host}:{port} cannot be listened on ({reason}): choose another --port or --host.") from error
 
 
+class Connection(H11Protocol):
+    """Is closed when a request's headers have not arrived within `HEADER_SECONDS`; uvicorn waits for their first byte
+    only, and only between two requests."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive = HEADER_SECONDS
+        self.timeout_keep_alive_task = self.loop.call_later(HEADER_SECONDS, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()  # ends the waiting when it has a request
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+    """The server of the application."""
+    settings: Any = {"http": Connection, "limit_concurrency": MOST_CLIENTS, "timeout_graceful_shutdown": 2}
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **settings))
+
+
 def serve(app: Starlette, listening: socket.socket) -> None:
     """Serve until interrupted."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, limit_concurrency=MOST_CLIENTS
-    )
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        make_server(app).run(sockets=[listening])
     except KeyboardInterrupt:
         return
 

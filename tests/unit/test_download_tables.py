@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +21,7 @@ from data_prep.download_config import SOURCES, SourceConfig
 from data_prep.ingest import prepare
 from data_prep.sources.metadata_tables import count_known, files_of, read
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import files_below
 from tests.downloads import download_config
 from tests.pair_files import write_files
 
@@ -132,6 +136,30 @@ def test_rows_of_every_format(name, tmp_path):
     table = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
     rows = rows_of(SourceConfig(table=str(table), **settings))
     assert [row[column] if column else row for row in rows] == expected
+
+
+def test_no_file_of_a_table_is_passed_over(tmp_path, monkeypatch):
+    """Regression test: files in linked folders, links to nothing and folders that cannot be listed gave no rows."""
+    write_files(tmp_path, {"table/a.parquet": parquet(columns(4)), "disk/b.parquet": parquet(columns(4))})
+    source = SourceConfig(table=str(tmp_path / "table"))
+    (tmp_path / "table/linked").symlink_to(tmp_path / "disk")
+    assert [path.name for path in files_of(source)] == ["a.parquet", "b.parquet"]
+    (tmp_path / "table/c.parquet").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"c\.parquet is not a file, nor a link to one"):
+        files_of(source)
+    (tmp_path / "table/c.parquet").unlink()
+    real = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "linked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError):
+        files_of(source)
+    with pytest.raises(PermissionError):
+        files_below(tmp_path / "table")
 
 
 def test_files_of_a_table(tmp_path):

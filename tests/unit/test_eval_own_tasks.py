@@ -241,6 +241,7 @@ def test_csvs_that_would_lose_or_shift_data_are_refused(tmp_path):
             (["file,kind", "0.jpg,['dog']", "1.jpg,dog"], "row 1 .* has the labels"),
             (["file,kind, Split", "0.jpg,mug,test", "1.jpg,plate,val"], "is of the split 'val', and"),
             (["file,kind", "0.jpg,0", "1.jpg,20261122"], "is not the number of a class"),
+            (["file,kind", "0.jpg,0", f"1.jpg,{'9' * 5_000}"], "is not the number of a class"),
             (["file,kind", '0.jpg,"mug', "1.png,plate"], "row 1 .*: a quote is not closed, .* line '1.png,plate'"),
             (["file,kind", '0.jpg,"mug', '1.png,plate"', "2.webp,mug"], "row 1 .*: a quote is not closed"),
             (["file,kind", "0.jpg,mug", "1.jpg"], "row 2 .* has fewer cells than the header"),

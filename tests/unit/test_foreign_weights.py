@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -215,8 +216,27 @@ def test_descriptions_with_values_of_other_types_are_refused(tiny, tmp_path):
             stored_description(tmp_path)
 
 
+def test_a_description_larger_than_its_weights_takes_no_memory(tiny, tmp_path):
+    """Regression test: the towers were made, however large a stranger's description was, and then the weights read."""
+    write_folder(tmp_path, tiny)
+    vision, text = TINY["vision_cfg"], TINY["text_cfg"]
+    for change, wrong in (
+        ({"text_cfg": {**text, "vocab_size": 3_000_000}}, "cannot be the weights of the described model"),
+        ({"text_cfg": {**text, "vocab_size": 10**30}}, "open_clip cannot load"),
+        ({"text_cfg": {**text, "layers": 10**5}}, r"text_cfg\.layers"),
+        ({"text_cfg": {**text, "context_length": 10**9}}, r"text_cfg\.context_length"),
+        ({"vision_cfg": {**vision, "layers": 10**9}}, r"vision_cfg\.layers"),
+        ({"vision_cfg": {**vision, "image_size": 10**30}}, r"vision_cfg\.image_size"),
+    ):
+        stored = {"model_cfg": {**TINY, **change}, "preprocess_cfg": {}}
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(stored))
+        with pytest.raises(UserError, match=wrong):
+            load_for_evaluation(tmp_path)
+
+
 def test_forged_weights_are_refused(tmp_path):
-    """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end."""
+    """Regression test: a dict that holds itself was unwrapped, and a pipe was waited for, without an end; 195 kB became
+    200 MB."""
     cycle: dict[str, Any] = {}
     cycle["state_dict"] = cycle
     known = {"vision_model.embeddings.class_embedding": torch.zeros(4)}
@@ -225,6 +245,14 @@ def test_forged_weights_are_refused(tmp_path):
         torch.save(tree, tmp_path / "weights.pt")
         with pytest.raises(UserError, match=message), for_open_clip(tmp_path / "weights.pt", weights=True):
             pass
+    torch.save({"state_dict": {"weight": torch.zeros(100_000)}}, tmp_path / "weights.pt")
+    with zipfile.ZipFile(tmp_path / "weights.pt") as stored:
+        contents = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, body in contents.items():
+            packed.writestr(name, body)
+    with pytest.raises(UserError, match="it is compressed"), for_open_clip(tmp_path / "bomb.pt", weights=True):
+        pass
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(UserError, match="is not a file"), for_open_clip(tmp_path / "pipe.pt", weights=True):
         pass

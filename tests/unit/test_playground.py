@@ -26,8 +26,8 @@ from tests.images import encoded, png
 from tests.shards import write_tar
 
 pytest.importorskip("starlette", reason="the extra `playground` is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="the extra `playground` is not installed")
-from pipeline.playground import http_api  # noqa: E402
+pytest.importorskip("uvicorn", reason="the extra `playground` is not installed")
+from pipeline.playground import http_api
 
 CLASSES = ["fox", "cat", "bridge"]
 TEMPLATES = ["a photo of a {c}.", "the {c}"]
@@ -68,7 +68,7 @@ def explorer(tmp_path_factory):
 def address(explorer):
     listening = http_api.listen("127.0.0.1", 0)
     app = http_api.make_app(explorer, local=True)
-    serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    serving = http_api.make_server(app)
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield listening.getsockname()[:2]
@@ -151,6 +151,15 @@ def test_a_slow_client_loses_its_connection(address, monkeypatch):
         reply = b"".join(iter(lambda: client.recv(4096), b""))
     assert reply.startswith(b"HTTP/1.1 408")
     assert b"did not arrive within 0.2 s" in reply
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "])
+def test_half_a_request_keeps_no_connection(address, monkeypatch, sent):
+    """Regression test: 32 connections with half a request kept everybody else out while they were open."""
+    monkeypatch.setattr(http_api, "HEADER_SECONDS", 0.2)
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(sent)
+        assert client.recv(4096) == b""
 
 
 def test_results_are_those_of_the_model(explorer):

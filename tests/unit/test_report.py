@@ -178,6 +178,9 @@ def test_relative_paths_are_relative_to_where_the_run_was_started(tmp_path, monk
 def test_damaged_results_and_those_of_other_weights_are_skipped_and_listed(run):
     folder, secret = run / "evaluation" / "step-00000100", run.parent / "secret"
     secret.write_text("of the reader")
+    colour = json.loads((folder / "scenes-colour.json").read_text())
+    (folder / "scenes-shape.json").write_text(json.dumps({**colour, "task": "scenes/shape", "score": "high"}))
+    assert any("scenes-shape.json is not a task's result" in note for note in read_run(run).notes)
     (folder / "scenes-shape.json").write_text('{"task": "scenes/sh')
     picture = folder / "scenes-retrieval.examples" / "0.jpg"
     picture.unlink()

@@ -162,6 +162,18 @@ def test_what_is_in_the_way_or_unknown_is_left_to_the_user(copied):
         run(copied, "--delete-damaged")
 
 
+@pytest.mark.parametrize("name", [RECORD, META, TAR, PLAN, "removed.txt"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_reported_and_not_waited_for(copied, name, make):
+    """Regression test: a folder or a pipe as record ended the command, a pipe as meta file was waited for without end,
+    and a list of removed samples on a disk that was away was empty: a download would have fetched them again."""
+    (copied / name).unlink(missing_ok=True)
+    make(copied / name)
+    assert name in {problem.shard for problem in verify(copied)}
+    with pytest.raises(UserError, match=r"removed|00001|plan"):
+        remove(copied, {f"{SHARD:010d}"})
+
+
 def test_shards_of_others_are_listed_through_links_and_never_deleted(copied, tmp_path):
     """Regression test: tars in linked folders were not looked for."""
     (tmp_path / "mine").mkdir()

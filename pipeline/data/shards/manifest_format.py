@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pipeline.data.shards.storage import index_path, is_index, is_local, save_index, scan_members
 from pipeline.data.shards.tar_reader import DamagedTar, keys
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, replacing
+from pipeline.files import read_bounded, regular, replacing
 from pipeline.run_files import RUN_CONFIG_NAME
 
 Int64 = NDArray[np.int64]
@@ -313,7 +313,7 @@ def check_keys(manifest: Manifest, shards: Iterable[Shard]) -> None:
     """Raise a UserError if a key names several samples of a shard; remote and damaged shards are passed over."""
     for shard in shards:
         seen = set[str]()
-        with contextlib.suppress(DamagedTar, OSError), open(manifest.url(shard), "rb") as file:
+        with contextlib.suppress(DamagedTar, OSError), open(manifest.url(shard), "rb", opener=regular) as file:
             for key in keys(file):
                 if key in seen:
                     raise UserError(

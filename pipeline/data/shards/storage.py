@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pipeline import tars
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, MemberPlace, TarRecord, read_records
 from pipeline.errors import UserError
-from pipeline.files import read_bounded, replacing
+from pipeline.files import read_bounded, regular, replacing
 
 BUFFER = 1 << 20
 BLOCKS_KEPT = 3
@@ -70,7 +70,7 @@ def is_local(url: str) -> bool:
 def open_shard(url: str, *, start: int = 0) -> Iterator[io.BufferedReader]:
     """The shard as a binary stream from byte `start` on, which is closed at the end; OSError if it cannot be opened."""
     if is_local(url):
-        with open(url, "rb", buffering=BUFFER) as file:
+        with open(url, "rb", buffering=BUFFER, opener=regular) as file:
             file.seek(start)
             yield cast(io.BufferedReader, file)
         return
@@ -213,7 +213,7 @@ def is_index(name: str) -> bool:
 def scan_members(tar: Path) -> NDArray[np.void]:
     """The members of a shard, `MEMBERS` [m], from its headers; DamagedTar if it is not a complete tar."""
     places: list[MemberPlace] = []
-    with tar.open("rb") as file:
+    with open(tar, "rb", opener=regular) as file:
         for _ in read_records(file, skip=sys.maxsize, index=places):
             pass
     return as_members(places)

@@ -236,7 +236,8 @@ def number_labels(
         position = {name: number for number, name in enumerate(names)}
         return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
-    if wrong := [row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most]:
+    right = (value.isdecimal() and len(value) < 19 and int(value) < most for value in values)
+    if wrong := [row for row, is_right in enumerate(right) if not is_right]:
         hint = f"0 to {most - 1:,} are allowed; -1 means that the split has no labels"
         raise TaskError(f"{where(wrong[0])}: {values[wrong[0]][:40]} is not the number of a class ({hint}).")
     labels = [int(value) for value in values]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import other_encoding, read_bounded, sha256_of, text_lines
+from pipeline.files import other_encoding, read_bounded, sha256_of, text_lines, unlisted
 from pipeline.pictures import ImageError
 from pipeline.pictures.pixels import Colour, read_file, read_rgb
 
@@ -218,7 +218,7 @@ def files_below(folder: Path, suffix: str = "") -> list[Path]:
     What is neither file nor folder, such as a link to nothing, is among them.
     """
     files, entered, root = [], set(), os.path.realpath(folder)
-    for top, folders, names in os.walk(folder, followlinks=True):
+    for top, folders, names in os.walk(folder, followlinks=True, onerror=unlisted):
         real = os.path.realpath(top)
         if real != root and os.path.commonpath([real, root]) == real:
             raise TaskError(f"{top} is a link to {real}, which contains it: remove the link.")

@@ -94,7 +94,7 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     """The tars that nshards.txt promises, all of them and no others."""
     test = folder / "test"
     lines = read_lines(test / "nshards.txt")
-    if not lines or not re.fullmatch("0*[1-9][0-9]{0,8}", lines[0]):
+    if not lines or not re.fullmatch("0{0,9}[1-9][0-9]{0,8}", lines[0]):
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {plain(lines[:1])}.")
     names = (f"{number}.tar" for number in range(int(lines[0])))  # not a list: the file may be damaged
     missing = list(islice((name for name in names if not (test / name).is_file()), 5))

@@ -27,7 +27,7 @@ from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.identity import SETTINGS, SuiteLock, misfit
 from pipeline.files import read_tree, replacing, sha256_of, write_json, write_text
-from pipeline.run_files import EMA_NAME, FOLDER_NAME
+from pipeline.run_files import EMA_NAME, FOLDER_NAME, read_as
 
 if TYPE_CHECKING:
     from pipeline.model.evaluation_model import EvaluationModel
@@ -70,11 +70,8 @@ def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def read_result(path: Path) -> TaskResult | None:
     """The result in a file; None when there is none, it is damaged or not one, or is another task's."""
-    try:
-        result = TaskResult(**read_tree(path))
-    except TypeError:
-        return None
-    return result if is_named_after(path, str(result.task)) else None
+    result = read_as(TaskResult, path)
+    return result if result and is_named_after(path, result.task) else None
 
 
 def is_named_after(path: Path, key: str) -> bool:

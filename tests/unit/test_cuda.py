@@ -1,9 +1,15 @@
 """Checks that need a GPU; skipped without one."""
 
+import copy
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from pipeline.distributed.world import World
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.model.attention import pack
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import prototypes
 from tests.unit.objectives_reference import context, relative_error, unit_features
@@ -95,3 +101,32 @@ def test_step_leaves_only_state_in_device_memory():
     objective.compute(image, text, sample_ids=ids)
     objective.commit()
     assert torch.cuda.memory_allocated() - held < 4 * BATCH * BATCH  # less than one fp32 similarity matrix
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_texts_equal_whole_ones(compiled):
+    """By the kernel for variable lengths in bf16, against whole texts in fp32; one program for all lengths."""
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-micro"), seed=0)
+    whole, towers = copy.deepcopy(towers).cuda(), towers.to("cuda", torch.bfloat16)
+    programs = CompileCounterWithBackend("inductor")
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine.dtype, engine._compiled, engine._may_fail = torch.bfloat16, compiled, False
+    engine._engine = torch.compile(towers, backend=programs) if compiled else towers
+    image = torch.randn(16, 3, architecture.image_size, architecture.image_size, device="cuda")
+
+    def results(forward, module, texts):
+        module.zero_grad()
+        features = forward(image, texts)
+        (features[0] * features[1]).sum().backward()
+        return *features, torch.cat([p.grad.float().flatten() for p in module.parameters()])
+
+    for longest in (8, architecture.context_length, 12):
+        lengths = torch.randint(2, longest + 1, (16,))
+        text = torch.randint(1, 40_000, (16, architecture.context_length))
+        text[torch.arange(16), lengths - 1] = architecture.tokenize([""]).max()
+        text[torch.arange(text.shape[1]) >= lengths[:, None]] = 0
+        packed = pack(text, lengths, device=image.device, by_kernel=True)
+        exact = results(whole, whole, text.to(image.device))
+        for expected, found in zip(exact, results(engine.forward, towers, packed), strict=True):
+            assert relative_error(found.float(), expected) < 0.05
+    assert programs.frame_count == compiled

@@ -175,6 +175,12 @@ def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
     return text.transformer if type(text.transformer) is Transformer else None
 
 
+def has_packed_kernel(clip: nn.Module, device: torch.device) -> bool:
+    """Whether torch's kernel for packed texts works on a device, in 16 bits, for a text tower's heads."""
+    blocks: Any = getattr(causal_text_transformer(clip), "resblocks", ())
+    return device.type == "cuda" and all(block.attn.head_dim % 8 == 0 for block in blocks)
+
+
 class Fp32SumEmbedding(nn.Embedding):
     """`nn.Embedding` that reads its table with `lookup`."""
 
@@ -186,7 +192,7 @@ class Fp32SumEmbedding(nn.Embedding):
 def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
     """[...] ids and a table [V, D] -> [..., D]; the gradient of row `padding` is 0.
 
-    Unlike indexing, its backward pass adds in a fixed order on CUDA, and in fp32 on CPUs.
+    Unlike indexing, its backward pass adds in a fixed order on CUDA unless it is compiled, and in fp32 on CPUs.
     """
     if table.device.type != "cpu" or table.dtype in (torch.float32, torch.float64):
         return F.embedding(ids, table, padding)

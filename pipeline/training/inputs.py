@@ -21,6 +21,7 @@ from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import NEXT_BATCH
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError
+from pipeline.model.attention import has_packed_kernel
 from pipeline.model.finetuning import check_constant_image_tower
 from pipeline.model.model_folder import image_tower_identity
 from pipeline.model.towers import ModelConfig, text_batching
@@ -45,7 +46,7 @@ def text_layout(
     engine: Engine, config: ModelConfig, chunks: Sequence[slice], *, device: torch.device
 ) -> Callable[[Tensor], TextChunks]:
     """What lays out tokens [b, L] of a rank's batch on the device, trimmed or packed as the `model` section says."""
-    by_kernel = engine.bf16 and device.type == "cuda"
+    by_kernel = engine.bf16 and has_packed_kernel(engine.module.clip, device)
     trimming, packed = text_batching(engine.module.clip, config, by_kernel=by_kernel)
 
     def texts(tokens: Tensor) -> TextChunks:

@@ -1,6 +1,7 @@
 """What a run on one GPU gets by default, decided with a device that is not there, and equal to what it replaces."""
 
 import copy
+import json
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from pipeline.engine import deepspeed_engine
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.attention import pack, replace_modules
+from pipeline.model.attention import has_packed_kernel, pack, replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
@@ -24,6 +25,7 @@ from pipeline.objectives.npn import prototype_network
 from pipeline.objectives.npn.neuclip import NeuClipConfig
 from pipeline.training.build import compiled_towers
 from pipeline.training.recipe import parse_recipe
+from tests.towers import TINY
 from tests.training import prepare, settings_in, train_here
 
 GPU = torch.device("cuda", 0)
@@ -148,6 +150,15 @@ def test_packed_texts_of_all_lengths_share_one_compiled_program():
     for lengths in ([4, 9, 7], [5, 9, 5], [3, 3, 8], [24, 20, 3]):
         engine.forward(image, pack(text, torch.tensor(lengths), device=meta, by_kernel=True))
     assert len(programs) == 1
+
+
+def test_packed_texts_need_heads_that_the_kernel_takes(tmp_path):
+    for width, expected in ((16, True), (12, False)):
+        arch = {"embed_dim": 8, "vision_cfg": TINY["vision_cfg"], "text_cfg": {**TINY["text_cfg"], "width": width}}
+        (tmp_path / "arch.json").write_text(json.dumps(arch))
+        towers, _ = build_towers(ModelConfig(arch=str(tmp_path / "arch.json")), seed=0, device="meta")
+        assert has_packed_kernel(towers.clip, GPU) is expected
+        assert not has_packed_kernel(towers.clip, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def _check_size(name: str, weights: Path) -> None:
     if values > (size := sum(file.stat().st_size for file in files if file.is_file())):
         raise UserError(
             f"{weights} has {size:,} bytes, which cannot be the weights of the described model: it has {values:,} "
-            "values. The description or the weights are damaged, or of another model."
+            "values. The description or the weights are damaged, or of another architecture."
         )
 
 

@@ -233,7 +233,7 @@ def slowdown(request, monkeypatch):
 def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown):
     found = [finding for finding in doctor.check_gpus() if finding.subject == "bf16"]
     assert [(f.status, f.found, f.remedy) for f in found] == (
-        [("note", SLOW[:-1], "use engine.deepspeed=zero1_fp32")] if slowdown > 3 else []
+        [("note", SLOW[:-1], "use engine.deepspeed=zero0_fp32")] if slowdown > 3 else []
     )
 
 

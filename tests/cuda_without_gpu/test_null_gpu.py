@@ -8,6 +8,7 @@ import pytest
 from pipeline.run_files import METRICS_NAME, read_records
 from tests.cuda_without_gpu.null_gpu import null_gpu
 from tests.launch import ROOT, command, environment
+from tests.shards import sample, write_shards
 from tests.training import SMALL, prepare, settings_in
 
 pytestmark = [
@@ -31,10 +32,12 @@ def gpu(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_gpu_compiles_its_towers_once(name, gpu, tmp_path):
-    """Its texts are packed, and the batches have different numbers of tokens; also in a run that is resumed."""
+    """Its texts are packed: each batch has another number of tokens, and few have a long text. It is resumed, too."""
     settings, again = RUNS[name]
     gpus = ("engine.device=cuda", "engine.deepspeed=auto", "engine.probe=false", "model.compile=true")
-    words = settings_in(prepare(tmp_path), "run", *SMALL, *gpus, *settings.split())
+    prepare(tmp_path)
+    write_shards(tmp_path / "shards", [40], replace={7: {**sample(7), "txt": b"a caption of more words than others"}})
+    words = settings_in(tmp_path, "run", *SMALL, *gpus, *settings.split())
     for steps in (3, 5) if again == 0 else (5,):
         call = command("jobs.cli", "train", *words, f"samples={8 * steps}", "--resume", "latest")
         done = subprocess.run(call, cwd=ROOT, env=gpu, capture_output=True, text=True, timeout=300)

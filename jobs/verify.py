@@ -71,7 +71,7 @@ def command(
         return 0
     files = len({problem.shard for problem in problems})
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(p.kind for p in problems).most_common())
-    click.echo(f"There is a problem with {files:,} file{'s' * (files != 1)} ({kinds}).")
+    click.echo(f"There is a problem with {counted(files, 'file')} ({kinds}).")
     if delete_damaged:
         deleted = verification.delete_damaged(folder, problems)
         shown = ", ".join(deleted[:_SHOWN]) + (", ..." if len(deleted) > _SHOWN else "")
@@ -89,11 +89,9 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> int:
     surplus = sorted({*near, *(key for group in exact for key in group[1:])})
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
     samples, shown = sum(map(len, exact)), "; ".join(" = ".join(group[:4]) for group in exact[:5])
-    groups = f"{len(exact):,} group{'s' * (len(exact) != 1)}"
-    click.echo(f"{groups} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
+    click.echo(f"{counted(len(exact), 'group')} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
     shown = "; ".join(f"{key} like {kept}" for key, kept in list(near.items())[:5])
-    count = f"{len(near):,} near duplicate{'s' * (len(near) != 1)}"
-    click.echo(f"{count} of an earlier sample ({RULE}){shown and ': ' + shown}")
+    click.echo(f"{counted(len(near), 'near duplicate')} of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
     click.echo(
         f"{output} lists what is surplus ({len(surplus):,}); captions were not compared. Check them, then remove "

@@ -17,7 +17,7 @@ from pipeline.engine import deepspeed_engine
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.attention import has_packed_kernel, pack, replace_modules
+from pipeline.model.attention import has_packed_kernel, replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveContext
@@ -136,20 +136,6 @@ def test_a_backward_pass_that_cannot_be_compiled_is_found_before_it_is_due(caplo
     engine.forward(image, image)[0].sum().backward()
     assert "no kernel for this gradient" in caplog.text
     assert torch.equal(module.weight.grad, torch.full((2, 2), 2.0))
-
-
-def test_packed_texts_of_all_lengths_share_one_compiled_program():
-    """On the meta device, where the towers compute what they compute on GPUs."""
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-micro"), seed=0, device="meta")
-    programs, meta = [], torch.device("meta")
-    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
-    engine.dtype, engine._compiled, engine._may_fail = torch.float32, True, False
-    engine._engine = torch.compile(towers, backend=lambda graph, _: programs.append(graph) or graph)
-    image = torch.empty(3, 3, architecture.image_size, architecture.image_size, device=meta)
-    text = torch.ones(3, architecture.context_length, dtype=torch.long)
-    for lengths in ([4, 9, 7], [5, 9, 5], [3, 3, 8], [24, 20, 3]):
-        engine.forward(image, pack(text, torch.tensor(lengths), device=meta, by_kernel=True))
-    assert len(programs) == 1
 
 
 def test_packed_texts_need_heads_that_the_kernel_takes(tmp_path):

@@ -106,7 +106,7 @@ class DeepSpeedEngine:
             # module: the programs of NeuCLIP's network go as well, and are compiled again, once a stage.
             torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
-        self._compiled, self._may_fail = bool(compile_towers), compile_towers == "auto"
+        self._compiled, self._may_fail = compile_towers, bool(compile_towers)
         self.module: Towers = self._engine.module
         self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, optimizer=optimizer, frozen=frozen)
 
@@ -120,10 +120,12 @@ class DeepSpeedEngine:
         return features
 
     def _first_compiled(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
-        """A forward pass of towers that need not be compiled: without compilation, if that fails on any rank.
+        """A forward pass that compiles: if that fails on any rank, without compilation where `auto` decided for it.
 
         The first pass with a graph also compiles the backward pass, and is the last that may fail.
         """
+        from torch._dynamo.exc import TorchDynamoException
+
         self._may_fail, reason = not torch.is_grad_enabled(), ""
         devices = [image.device] if image.is_cuda else []
         with torch.random.fork_rng(devices=devices):
@@ -134,6 +136,13 @@ class DeepSpeedEngine:
                 if is_out_of_memory(error):
                     raise
                 reason = in_a_line(getattr(error, "inner_exception", error))  # of a compiler
+                if self._compiled is True:
+                    if not isinstance(error, TorchDynamoException):
+                        raise
+                    raise UserError(
+                        f"model.compile = true, but the towers cannot be compiled here ({reason}). `neuclip doctor` "
+                        "looks for a compiler; model.compile=false needs none."
+                    ) from error
         if not (reasons := [reason for reason in self.world.gather_objects(reason) if reason]):
             return features
         log.warning(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.distributed.devices import wait_for
 from pipeline.distributed.world import World
@@ -17,6 +18,7 @@ from pipeline.engine import deepspeed_engine
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine, fuse_gradients
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
+from pipeline.errors import UserError
 from pipeline.model.attention import has_packed_kernel, replace_modules
 from pipeline.model.image_tower import Bf16LayerNorm, PatchProduct
 from pipeline.model.towers import ModelConfig, build_towers
@@ -90,7 +92,7 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
     """With the same random draws, and one warning; an error that has nothing to do with compiling comes again."""
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     engine.world, engine.dtype, engine.module = World(), torch.float32, nn.Module()
-    engine.module._compiled_call_impl, engine._compiled = "compiled", True
+    engine.module._compiled_call_impl, engine._compiled = "compiled", "auto"
 
     def forward(image, text):
         drawn = torch.rand(2)
@@ -113,6 +115,20 @@ def test_towers_that_cannot_be_compiled_train_uncompiled(caplog):
         engine.forward(torch.zeros(2), torch.zeros(2))
 
 
+def test_towers_that_must_be_compiled_and_cannot_end_the_run_with_a_message():
+    """Regression test: without a compiler, `model.compile=true` ended as a bug; other errors stay what they are."""
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine.world, engine.dtype, engine._compiled = World(), torch.float32, True
+    for error, kind in ((TorchDynamoException("no compiler"), UserError), (KeyError("x"), KeyError)):
+
+        def forward(image, text, error=error):
+            raise error
+
+        engine._engine, engine._may_fail = forward, True
+        with pytest.raises(kind, match=r"model.compile = true, .*no compiler" if kind is UserError else "x"):
+            engine.forward(torch.zeros(2), torch.zeros(2))
+
+
 def test_a_backward_pass_that_cannot_be_compiled_is_found_before_it_is_due(caplog):
     """Also with GradCache, whose first passes have no graph."""
 
@@ -127,7 +143,7 @@ def test_a_backward_pass_that_cannot_be_compiled_is_found_before_it_is_due(caplo
     engine, module, compiled = DeepSpeedEngine.__new__(DeepSpeedEngine), Tower(2, 2), []
     module.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=fail))
     engine.world, engine.dtype, engine.module = World(), torch.float32, module
-    engine._engine, engine._compiled, engine._may_fail = lambda image, text: (module(image), text), True, True
+    engine._engine, engine._compiled, engine._may_fail = lambda image, text: (module(image), text), "auto", True
     image = torch.ones(2, 2)
     with torch.no_grad():
         engine.forward(image, image)
